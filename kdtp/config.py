@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from kdtp.types import PAGE_ROWS
+
+C = TypeVar("C")
 
 
 class ConfigError(ValueError):
@@ -44,6 +47,20 @@ class YarnConfig:
         _want(
             legal, "rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, "at least 1"
         )
+
+
+_AT_LEAST_ONE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -82,10 +99,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for key in (
-            "vocab_size hidden_size num_hidden_layers num_attention_heads kv_lora_rank qk_nope_head_dim "
-            "qk_rope_head_dim v_head_dim intermediate_size max_position_embeddings"
-        ).split():
+        for key in _AT_LEAST_ONE:
             _want(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         _want(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "even")
         _want(self.q_lora_rank >= 0, "q_lora_rank", self.q_lora_rank, "0 (none) or a rank")
@@ -150,19 +164,27 @@ class ModelConfig:
         return build(cls, flat, source)
 
 
-def build(cls: Any, values: Mapping[str, Any], source: str) -> Any:
+def build(cls: type[C], values: Mapping[str, Any], source: str) -> C:
     """Make a frozen config of plain values: types converted by msgspec, unknown keys refused by name.
 
     Raises ConfigError naming `source` and the key.
     """
-    known = {f.name for f in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ConfigError(f"{source}: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    _refuse_unknown(cls, values, source)
     try:
         return msgspec.convert(dict(values), cls, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {error}") from None
+
+
+def _refuse_unknown(cls: Any, values: Mapping[str, Any], source: str) -> None:
+    # msgspec ignores unknown keys of a dataclass, nested ones too.
+    hints = typing.get_type_hints(cls)
+    for key, value in values.items():
+        if key not in hints:
+            raise ConfigError(f"{source}: unknown key {key!r}; known are {', '.join(sorted(hints))}")
+        for kind in (hints[key], *typing.get_args(hints[key])):
+            if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+                _refuse_unknown(kind, value, f"{source}: {key}")
 
 
 @dataclass(frozen=True)
@@ -205,10 +227,11 @@ DEVICES = ("cpu", "cuda")
 class EngineConfig:
     """How one engine runs: model file, ranks, sizes, deadlines.
 
-    kv_tokens: rows of KV cache per rank, rounded up to whole pages; 0 takes 8 sequences of the model's longest context, at most
-    65536. max_batch: sequences per forward. prefill_chunk: prompt tokens per sequence and forward. max_queue:
-    requests waiting before new ones are refused. Times in seconds: step_timeout is the least deadline of a forward
-    (10 x its moving average if that is longer), load_timeout bounds loading, stall_timeout a load without progress.
+    kv_tokens: rows of KV cache per rank, rounded up to whole pages; 0 takes 8 sequences of the model's longest
+    context, at most 65536. max_batch: sequences per forward. prefill_chunk: prompt tokens per sequence and forward.
+    max_queue: requests waiting before new ones are refused. Times in seconds: step_timeout is the least deadline of
+    a forward (10 x its moving average if that is longer), load_timeout bounds loading, stall_timeout a load without
+    progress.
     """
 
     model: str

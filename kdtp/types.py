@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,10 +25,10 @@ PROTOCOL_VERSION = 1
 PAGE_ROWS = 64  # rows of latent KV in one page, on every rank
 ROOT = -1  # "parent" of node 0
 
-Token = Annotated[int, Meta(ge=0, lt=2**31)]
-Count = Annotated[int, Meta(ge=0, lt=2**53)]
-Seed = Annotated[int, Meta(ge=-(2**63), lt=2**63)]
-Text = Annotated[str, Meta(max_length=1 << 16)]
+Token: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
+Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -118,7 +118,7 @@ class Rule(Struct, frozen=True, forbid_unknown_fields=True):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: Seed = 0
+    seed: Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,7 +135,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: Seed = 0
+    seed: Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     stop_tokens: tuple[Token, ...] = ()
     ignore_eos: bool = False
 
