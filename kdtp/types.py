@@ -27,7 +27,8 @@ ROOT = -1  # "parent" of node 0
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
-Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_INT64 = Meta(ge=-(2**63), le=2**63 - 1)
+Seed: TypeAlias = Annotated[int, _INT64]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
 
 
