@@ -231,7 +231,7 @@ class EngineConfig:
     context, at most 65536. max_batch: sequences per forward. prefill_chunk: prompt tokens per sequence and forward.
     max_queue: requests waiting before new ones are refused. Times in seconds: step_timeout is the least deadline of
     a forward (10 x its moving average if that is longer), load_timeout bounds loading, stall_timeout a load without
-    progress.
+    progress, ping_interval is the pause after which an idle engine asks every rank for a sign of life.
     """
 
     model: str
@@ -246,6 +246,7 @@ class EngineConfig:
     step_timeout: float = 5.0
     load_timeout: float = 600.0
     stall_timeout: float = 60.0
+    ping_interval: float = 5.0
 
     def __post_init__(self) -> None:
         _want(bool(self.model), "model", self.model, "a path")
@@ -256,7 +257,7 @@ class EngineConfig:
         _want(1 <= self.max_batch <= 1024, "max_batch", self.max_batch, "1..1024")
         _want(1 <= self.prefill_chunk <= 1 << 16, "prefill_chunk", self.prefill_chunk, "1..65536")
         _want(0 <= self.max_queue <= 1 << 20, "max_queue", self.max_queue, "0..1048576")
-        for key in ("step_timeout", "load_timeout", "stall_timeout"):
+        for key in ("step_timeout", "load_timeout", "stall_timeout", "ping_interval"):
             _want(0.0 < getattr(self, key) <= 86400.0, key, getattr(self, key), "seconds, above 0, at most 86400")
 
     def pages(self, model: ModelConfig) -> int:

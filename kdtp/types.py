@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 1
 PAGE_ROWS = 64  # rows of latent KV in one page, on every rank
 ROOT = -1  # "parent" of node 0
+NO_TOKEN = -1  # in Ids: the row's logits hold NaN, no token can be chosen there
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -75,10 +76,13 @@ class Tree(Struct, frozen=True):
 
 
 class Path(Struct, frozen=True):
-    """The walk of one tree: `rows` are the accepted nodes, root first; `bonus` is the target's choice at the last."""
+    """The walk of one tree: `rows` are the accepted nodes, root first; `bonus` is the target's choice at the last.
+
+    bonus is NO_TOKEN where the target's logits at that node hold NaN.
+    """
 
     rows: tuple[int, ...]
-    bonus: Token
+    bonus: int
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Rule(Struct, frozen=True, forbid_unknown_fields=True):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    seed: Seed = 0
 
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,7 +140,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    seed: Seed = 0
     stop_tokens: tuple[Token, ...] = ()
     ignore_eos: bool = False
 
@@ -186,7 +190,10 @@ class SeqRows(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Forward(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Run one ragged batch and choose the tokens. Answered by Ids (or Fault) with the same epoch and step."""
+    """Run one ragged batch and choose the tokens. Answered by Ids (or Fault) with the same epoch and step.
+
+    Without sequences it is a ping: answered, nothing run.
+    """
 
     epoch: Count
     step: Count
@@ -264,7 +271,9 @@ class Ready(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class Ids(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Tokens chosen by one forward: for each of its SeqRows in order, `pick` ids. Every rank sends the same.
+    """Tokens chosen by one forward: for each of its SeqRows in order, `pick` ids (NO_TOKEN where the logits hold NaN).
+
+    Every rank sends the same ids, so that the coordinator sees ranks that have parted.
 
     shape: (R, V) of the float32 logits in the frame after this message, only from rank 0 and only if asked.
     """
@@ -272,7 +281,7 @@ class Ids(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     epoch: Count
     step: Count
     rank: Count
-    ids: tuple[Token, ...]
+    ids: tuple[Annotated[int, Meta(ge=NO_TOKEN, lt=2**31)], ...]
     shape: tuple[Count, Count] | None = None
 
 
