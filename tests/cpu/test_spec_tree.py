@@ -1,0 +1,314 @@
+"""spec.tree: heap == level-synchronous == full sort by the total order, hazards, optimality."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdtp.spec import tree
+from kdtp.types import ROOT, Marginals, Tree, Trie
+
+INF, NAN = math.inf, math.nan
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=300)
+# Few values, so that equal scores are common; ulp-sized steps, so that float32 rounding makes some more.
+STEPS = (0.0, -0.0, -0.25, -0.5, -0.5000001, -0.75, -1.0, -30.1, -1e-8, -INF)
+
+
+def marginals(lp: list[list[float]], ids: list[list[int]] | None = None) -> Marginals:
+    ids = ids or [[100 * d + r for r in range(len(row))] for d, row in enumerate(lp)]
+    width = len(lp[0]) if lp else 1
+    return Marginals(
+        torch.tensor(lp, dtype=torch.float32).view(len(lp), width), torch.tensor(ids).long().view(len(lp), width)
+    )
+
+
+def by_full_sort(proposal: Marginals | Trie, root: int, budget: int, max_depth: int) -> Tree:
+    """The definition: every candidate node, sorted by (score desc, depth, parent index, rank), the first `budget`.
+
+    Two nodes of one depth have parents of one depth, so parent indices compare as the parents' own keys do.
+    """
+    found = []  # (key, token)
+
+    def below(prefix: tuple[int, ...]) -> list[tuple[float, int, int]]:  # (lp, token, what to append to the prefix)
+        if isinstance(proposal, Marginals):
+            d = len(prefix)
+            if d >= len(proposal.lp):
+                return []
+            row = proposal.lp[d].tolist()
+            return [(lp, int(proposal.ids[d, r]), r) for r, lp in enumerate(row)]
+        node = prefix[-1] if prefix else 0
+        group = [
+            (proposal.lp[i], proposal.tokens[i], i + 1) for i, parent in enumerate(proposal.parents) if parent == node
+        ]
+        return sorted(group, key=lambda child: (-min(child[0], 0.0), child[1]))
+
+    def visit(prefix: tuple[int, ...], key: tuple, score: np.float32) -> None:
+        group = below(prefix)
+        if len(prefix) == max_depth or any(math.isnan(lp) or lp == INF for lp, _, _ in group):
+            return
+        for rank, (lp, token, step) in enumerate(group):
+            with np.errstate(over="ignore"):
+                total = np.float32(score + np.float32(min(lp, 0.0)))
+            if np.isfinite(total):
+                child = (-float(total), len(prefix) + 1, key, rank)
+                found.append((child, token))
+                visit((*prefix, step), child, total)
+
+    visit((), (), np.float32(0))
+    kept = sorted(found)[: max(budget, 0)]
+    index = {(): 0, **{key: i + 1 for i, (key, _) in enumerate(kept)}}
+    return Tree((root, *(token for _, token in kept)), (ROOT, *(index[key[2]] for key, _ in kept)))
+
+
+@st.composite
+def small_marginals(draw):
+    length, width = draw(st.integers(0, 4)), draw(st.integers(1, 4))
+    rows = [
+        sorted(draw(st.lists(st.sampled_from(STEPS), min_size=width, max_size=width)), reverse=True)
+        for _ in range(length)
+    ]
+    for row in rows:
+        kind = draw(st.integers(0, 9))
+        if kind == 0:
+            row[draw(st.integers(0, width - 1))] = draw(st.sampled_from((NAN, INF)))
+        elif kind == 1:
+            row[0] = 1e-7  # fast exp and log may exceed 0 by an ulp
+    ids = [draw(st.permutations(range(7)))[:width] for _ in range(length)]
+    return marginals(rows, ids)
+
+
+@st.composite
+def small_tries(draw):
+    tokens, parents, lp, used = [], [], [], set()
+    for i in range(draw(st.integers(0, 10))):
+        edge = (draw(st.integers(0, i)), draw(st.integers(0, 5)))
+        if edge in used:
+            edge = (edge[0], 6 + i)
+        used.add(edge)
+        parents.append(edge[0])
+        tokens.append(edge[1])
+        lp.append(draw(st.sampled_from((*STEPS, *STEPS, 1e-9, NAN, INF))))
+    return Trie(tokens, parents, lp)
+
+
+LIMITS = (st.integers(-1, 12), st.integers(0, 5))  # budget, max_depth
+
+
+@PROPERTY
+@given(small_marginals(), *LIMITS)
+def test_heap_is_the_full_sort(proposal, budget, max_depth):
+    assert tree.build(proposal, 42, budget, max_depth) == by_full_sort(proposal, 42, budget, max_depth)
+
+
+@PROPERTY
+@given(small_tries(), *LIMITS)
+def test_heap_is_the_full_sort_for_tries(proposal, budget, max_depth):
+    assert tree.build(proposal, 42, budget, max_depth) == by_full_sort(proposal, 42, budget, max_depth)
+
+
+@PROPERTY
+@given(st.lists(st.tuples(small_marginals(), *LIMITS), min_size=1, max_size=5))
+def test_level_synchronous_is_the_heap(batch):
+    """Ragged budgets and depths; sequences are padded to one [L, K] with -inf, which is no candidate."""
+    length, width = max(len(m.lp) for m, _, _ in batch), max(m.lp.shape[1] for m, _, _ in batch)
+    lp, ids = torch.full((len(batch), length, width), -INF), torch.zeros(len(batch), length, width, dtype=torch.int64)
+    for b, (m, _, _) in enumerate(batch):
+        lp[b, : m.lp.shape[0], : m.lp.shape[1]] = m.lp
+        ids[b, : m.lp.shape[0], : m.lp.shape[1]] = m.ids
+    roots, budgets, depths = range(len(batch)), [b for _, b, _ in batch], [d for _, _, d in batch]
+    got = tree.build_level_synchronous(lp, ids, roots, budgets, depths)
+    assert got == [tree.build(m, root, b, d) for root, (m, b, d) in zip(roots, batch, strict=True)]
+
+
+def random_rows(rng: np.random.Generator, length: int, width: int) -> Marginals:
+    """Sharp, flat, tied, partly masked or all-equal depths of a vocabulary of 300."""
+    logits = rng.standard_normal((length, 300)).astype(np.float32) * rng.choice([0.1, 1, 4, 12], (length, 1))
+    style = rng.integers(0, 5)
+    if style == 0:
+        logits = np.round(logits)
+    elif style == 1:
+        logits[:] = 0
+    elif style == 2:
+        logits[rng.random(logits.shape) < 0.95] = -np.inf
+    logits = torch.from_numpy(logits.astype(np.float32))
+    lp, ids = logits.log_softmax(1).sort(dim=1, descending=True, stable=True)
+    lp, ids = lp[:, :width].contiguous(), ids[:, :width].contiguous()
+    if rng.random() < 0.2:
+        lp[rng.integers(0, length), rng.integers(0, width)] = rng.choice([NAN, INF])
+    lp[:, 0] += np.float32(1e-7) * int(rng.integers(0, 2))  # may exceed 0
+    return Marginals(lp, ids)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7, 16, 64, 1024])
+@pytest.mark.parametrize(("length", "width"), [(7, 16), (1, 64), (64, 1), (15, 64)])
+def test_level_synchronous_is_the_heap_at_size(budget, length, width):
+    rng = np.random.default_rng(budget * 1000 + length)
+    for _ in range(3):
+        rows = [random_rows(rng, length, width) for _ in range(4)]
+        budgets = [budget, *rng.integers(0, budget + 1, 3).tolist()]
+        depths = [length, *rng.integers(0, length + 2, 3).tolist()]
+        lp, ids = torch.stack([m.lp for m in rows]), torch.stack([m.ids for m in rows])
+        got = tree.build_level_synchronous(lp, ids, [1, 2, 3, 4], budgets, depths)
+        want = [tree.build(m, i + 1, b, d) for i, (m, b, d) in enumerate(zip(rows, budgets, depths, strict=True))]
+        assert got == want
+
+
+def test_order_of_one_tree_by_hand():
+    """Equal scores: the shallower first, then the earlier parent, then the lower rank."""
+    got = tree.build(marginals([[-1.0, -1.0], [0.0, -1.0]], [[10, 11], [20, 21]]), 9, 6, 2)
+    assert got == Tree((9, 10, 11, 20, 20, 21, 21), (ROOT, 0, 0, 1, 2, 1, 2))
+
+
+def test_scores_are_float32_path_sums():
+    """In double the first path is the better one; in float32 the small term is lost and the tie rule decides."""
+    got = tree.build(marginals([[-1.0, -1.0], [-1e-9, -1e-9]], [[10, 11], [20, 21]]), 9, 3, 2)
+    assert got == Tree((9, 10, 11, 20), (ROOT, 0, 0, 1))
+    rows = [[-0.1, -0.3], [-0.7, -0.9], [-0.2, -0.4]]
+    for order in itertools.permutations(rows):
+        assert tree.build(marginals(list(order)), 0, 14, 3) == by_full_sort(marginals(list(order)), 0, 14, 3)
+
+
+@pytest.mark.parametrize(
+    ("lp", "nodes"),
+    [
+        ([[NAN, NAN], [-1.0, -1.0]], 0),
+        ([[-1.0, -2.0], [-1.0, NAN], [-1.0, -1.0]], 2),
+        ([[-1.0, -2.0], [INF, -1.0], [-1.0, -1.0]], 2),
+        ([[-1.0, -2.0], [INF, -INF], [-1.0, -1.0]], 2),
+        ([[-1.0, -2.0], [-INF, -INF], [-1.0, -1.0]], 2),
+        ([[-1.0, -INF], [-1.0, -INF]], 2),
+        ([[-3e38, -3e38], [-3e38, -3e38]], 2),  # the sum overflows: no finite score
+        ([[1e-6, -20.0]], 2),
+    ],
+)
+def test_hazards(lp, nodes):
+    proposal = marginals(lp)
+    assert len(tree.build(proposal, 5, 64, 9)) == 1 + nodes
+    assert tree.build_level_synchronous(proposal.lp[None], proposal.ids[None], [5], [64], [9]) == [
+        tree.build(proposal, 5, 64, 9)
+    ]
+
+
+@pytest.mark.parametrize(("budget", "depth"), [(0, 7), (-3, 7), (7, 0), (7, -1)])
+def test_root_only(budget, depth):
+    root_only = Tree((5,), (ROOT,))
+    proposal = marginals([[-0.1, -3.0]] * 3)
+    assert tree.build(proposal, 5, budget, depth) == tree.chain(proposal, 5, budget, depth) == root_only
+    assert tree.build(Trie([1, 2], [0, 1], [-0.5, -0.5]), 5, budget, depth) == root_only
+    assert tree.build(Trie([], [], []), 5, 9, 9) == root_only
+    for lp in (proposal.lp[None], proposal.lp[None, :0]):
+        ids = torch.zeros_like(lp, dtype=torch.int64)
+        assert tree.build_level_synchronous(lp, ids, [5], [budget], [depth]) == [root_only]
+    none = torch.zeros(1, 3, 0)
+    assert tree.build_level_synchronous(none, none.long(), [5], [4], [4]) == [root_only]
+
+
+def test_clamped_lp_cannot_beat_its_parent():
+    got = tree.build(marginals([[-1.0, -1.1], [1e-6, -9.0]]), 0, 3, 2)
+    assert got.parents == (ROOT, 0, 1, 0)
+
+
+def test_padding_may_repeat_an_id_but_a_candidate_may_not():
+    assert len(tree.build(marginals([[-1.0, -INF, -INF]], [[4, 0, 0]]), 5, 8, 8)) == 2
+    with pytest.raises(AssertionError, match="twice"):
+        tree.build(marginals([[-1.0, -2.0]], [[4, 4]]), 5, 8, 8)
+    with pytest.raises(AssertionError, match="not in order"):
+        tree.build(marginals([[-2.0, -1.0]]), 5, 8, 8)
+    with pytest.raises(AssertionError, match="share a token"):
+        tree.build(Trie([4, 4], [0, 0], [-1.0, -1.0]), 5, 8, 8)
+    with pytest.raises(AssertionError, match=r"parents\[1\] = 2"):
+        tree.build(Trie([4, 5], [0, 2], [-1.0, -1.0]), 5, 8, 8)
+
+
+def test_siblings_of_a_trie_rank_by_lp_then_id():
+    trie = Trie([7, 3, 5, 1, 0], [0, 0, 0, 0, 3], [-1.0, -1.0, -0.5, -2.0, -0.5])
+    assert tree.build(trie, 9, 9, 9) == Tree((9, 5, 3, 7, 0, 1), (ROOT, 0, 0, 0, 1, 0))
+
+
+@PROPERTY
+@given(small_marginals(), *LIMITS)
+def test_a_trie_of_all_paths_gives_the_tree_of_the_marginals(proposal, budget, max_depth):
+    """Ties inside a depth are broken by id in a trie, so the ids are made to rise with the rank."""
+    length, width = proposal.lp.shape
+    proposal = Marginals(proposal.lp, torch.arange(width).expand(length, width))
+    tokens, parents, lp, level = [], [], [], [0]
+    for d in range(length):
+        paths = list(itertools.product(level, range(width)))
+        level = [len(tokens) + 1 + i for i in range(len(paths))]
+        tokens += [r for _, r in paths]
+        parents += [parent for parent, _ in paths]
+        lp += [float(proposal.lp[d, r]) for _, r in paths]
+    trie = Trie(tokens, parents, lp)
+    assert tree.build(trie, 1, budget, max_depth) == tree.build(proposal, 1, budget, max_depth)
+    assert tree.chain(trie, 1, budget, max_depth) == tree.chain(proposal, 1, budget, max_depth)
+
+
+@PROPERTY
+@given(small_marginals(), *LIMITS)
+def test_chain_is_the_first_rank_while_usable(proposal, budget, max_depth):
+    got = tree.chain(proposal, 3, budget, max_depth)
+    assert got.parents == tuple(range(-1, len(got) - 1))
+    assert got.tokens[1:] == tuple(proposal.ids[: len(got) - 1, 0].tolist())
+    usable = 0
+    while usable < len(proposal.lp) and proposal.lp[usable, 0].isfinite() and not bad(proposal.lp[usable]):
+        usable += 1
+    assert len(got) - 1 == max(min(usable, budget, max_depth), 0)
+
+
+def bad(row: torch.Tensor) -> bool:
+    return bool((row.isnan() | (row == INF)).any())
+
+
+def test_chain_of_a_trie_is_the_best_child_path():
+    trie = Trie([7, 3, 5, 1, 2], [0, 0, 2, 2, 1], [-1.0, -0.5, -3.0, -2.5, -0.1])
+    assert tree.chain(trie, 9, 9, 9) == Tree((9, 3, 1), (ROOT, 0, 1))
+    assert tree.chain(trie, 9, 1, 9) == tree.chain(trie, 9, 9, 1) == Tree((9, 3), (ROOT, 0))
+
+
+def scores_of(built: Tree, proposal: Marginals) -> list[float]:
+    lookup = [
+        dict(zip(ids.tolist(), lp.tolist(), strict=True)) for lp, ids in zip(proposal.lp, proposal.ids, strict=True)
+    ]
+    scores = [0.0]
+    for token, parent, depth in zip(built.tokens[1:], built.parents[1:], built.depths[1:], strict=True):
+        scores.append(scores[parent] + lookup[depth - 1][token])
+    return scores
+
+
+def test_expected_accepted_length_is_maximal():
+    """Against every prefix-closed set of `budget` nodes of a tree of depth 3 with 2 candidates each (14 nodes)."""
+    nodes = [p for d in (1, 2, 3) for p in itertools.product(range(2), repeat=d)]
+    number = {p: i for i, p in enumerate(nodes)}
+    closed = [
+        bits
+        for bits in range(1 << len(nodes))
+        if all(len(p) == 1 or bits >> number[p[:-1]] & 1 for p in nodes if bits >> number[p] & 1)
+    ]
+    member = np.array([[bits >> i & 1 for i in range(len(nodes))] for bits in closed])
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        logits = torch.from_numpy(rng.standard_normal((3, 2)) * 2).float()
+        lp, ids = logits.log_softmax(1).sort(dim=1, descending=True)
+        mass = np.array([math.exp(sum(lp[d, r].item() for d, r in enumerate(p))) for p in nodes])
+        for budget in (1, 3, 5, 9):
+            built = tree.build(Marginals(lp, ids), 0, budget, 3)
+            scores = scores_of(built, Marginals(lp, ids))
+            assert all(a >= b - 1e-6 for a, b in itertools.pairwise(scores))
+            best = (member @ mass)[member.sum(1) <= budget].max()
+            assert sum(map(math.exp, scores[1:])) == pytest.approx(best, abs=1e-6)
+
+
+def test_a_larger_budget_only_appends():
+    """Nodes come best first, so every prefix of the list is the tree of that budget."""
+    rng = random.Random(1)
+    for seed in range(20):
+        proposal = random_rows(np.random.default_rng(seed), 5, 8)
+        whole = tree.build(proposal, 1, 100, 5)
+        n = rng.randint(0, 100)
+        part = tree.build(proposal, 1, n, 5)
+        assert (part.tokens, part.parents) == (whole.tokens[: n + 1], whole.parents[: n + 1])
