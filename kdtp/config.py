@@ -243,7 +243,7 @@ class EngineConfig:
     max_batch: int = 8
     prefill_chunk: int = 256
     max_queue: int = 256
-    step_timeout: float = 5.0
+    step_timeout: float = 10.0
     load_timeout: float = 600.0
     stall_timeout: float = 60.0
     ping_interval: float = 5.0

@@ -1,0 +1,171 @@
+"""All workers as one: numbered steps sent to every rank and gathered from every rank, each within its deadline."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import zmq
+
+from kdtp.engine.link import EngineFault, Link, LocalLink, ZmqLink
+from kdtp.log import logger
+from kdtp.types import Commit, Fault, Forward, FromWorker, Hello, Ids, Move, SeqRows, Shutdown, ToWorker
+
+Arrival = tuple[Link, FromWorker, bytes | None]
+
+
+class Fleet:
+    """All links of one engine, in rank order, and the numbered steps that go over them.
+
+    `step` and `epoch` stand in every message: an answer that carries others is dropped and counted.
+    """
+
+    def __init__(self, links: Sequence[Link], epoch: int, step_timeout: float) -> None:
+        assert [link.rank for link in links] == list(range(len(links))), "links out of rank order"
+        self.links = links
+        self.epoch = epoch
+        self.step = 0
+        self.desync_checks = 0
+        self._step_timeout = step_timeout
+        self._seconds_per_row = 0.0
+
+    def forward(self, seqs: Sequence[SeqRows], want_logits: bool = False) -> tuple[tuple[int, ...], bytes | None]:
+        """One step on all ranks: an id for each picked row, and the float32 logits [R, V] of these rows if wanted.
+
+        EngineFault when a rank dies, fails, stays silent past the deadline, or chose other ids than rank 0. Without
+        sequences it asks for a sign of life.
+        """
+        self.step += 1
+        rows = sum(len(s.tokens) for s in seqs)
+        timeout = max(self._step_timeout, 10 * self._seconds_per_row * rows)
+        started = time.monotonic()
+        self.send(Forward(self.epoch, self.step, tuple(seqs), want_logits))
+        answers = self._gather(started + timeout)
+        self._check(answers, sum(s.pick for s in seqs), want_logits)
+        if rows:
+            self._seconds_per_row += 0.1 * ((time.monotonic() - started) / rows - self._seconds_per_row)
+        return answers[0][0].ids, answers[0][1]
+
+    def commit(self, moves: Sequence[Move], released: Sequence[int]) -> None:
+        """Tell all ranks which rows of the last step to keep and which sequences to forget. Not answered."""
+        self.send(Commit(self.epoch, self.step, tuple(moves), tuple(released)))
+
+    def dismiss(self, reason: str) -> None:
+        """Tell the ranks to end; one that cannot be reached any more is left to the launcher."""
+        for link in self.links:
+            if link.hello is not None:
+                try:
+                    link.send(Shutdown(reason))
+                except EngineFault as error:
+                    logger.info("%s", error)
+
+    def _gather(self, deadline: float) -> dict[int, tuple[Ids, bytes | None]]:
+        """Every rank's answer to this step."""
+        answers: dict[int, tuple[Ids, bytes | None]] = {}
+        while len(answers) < len(self.links):
+            arrived = False
+            for link, message, frame in self.arrivals(deadline):
+                arrived = True
+                if isinstance(message, Ids) and self._fits(message, link) and link.rank not in answers:
+                    answers[link.rank] = (message, frame)
+                    link.last_step = message.step
+                else:
+                    link.dropped["stale"] += 1
+            if not arrived:
+                raise EngineFault(f"step {self.step} not answered in time by {self._silent(set(answers))}")
+        return answers
+
+    def _fits(self, ids: Ids, link: Link) -> bool:
+        return (ids.epoch, ids.step, ids.rank) == (self.epoch, self.step, link.rank)
+
+    def _check(self, answers: dict[int, tuple[Ids, bytes | None]], picked: int, want_logits: bool) -> None:
+        first, frame = answers[0]
+        self.desync_checks += 1
+        for rank, (ids, _) in answers.items():
+            if ids.ids != first.ids:
+                raise EngineFault(f"step {self.step}: rank {rank} chose {ids.ids}, rank 0 chose {first.ids}")
+        if len(first.ids) != picked:
+            raise EngineFault(f"step {self.step}: {len(first.ids)} ids for {picked} picked rows")
+        if want_logits and picked and (first.shape is None or len(frame or b"") != 4 * first.shape[0] * first.shape[1]):
+            raise EngineFault(f"step {self.step}: logits of shape {first.shape} in {len(frame or b'')} bytes")
+
+    def send(self, message: ToWorker) -> None:
+        """To every rank; to those in other processes first, so that they work while a local one runs."""
+        for link in sorted(self.links, key=lambda link: isinstance(link, LocalLink)):
+            link.send(message)
+
+    def arrivals(self, deadline: float) -> Iterator[Arrival]:
+        """What has arrived, after waiting for at least one message until `deadline` (time.monotonic()).
+
+        Raises EngineFault when a process has ended or a rank reports a Fault. Yields nothing after the deadline.
+        """
+        yielded = False
+        while not yielded:
+            for link in self.links:
+                while (got := link.receive()) is not None:
+                    yielded = True
+                    if isinstance(got[0], Fault):
+                        raise EngineFault(self._cause(f"rank {link.rank} failed: {got[0].text}"))
+                    yield link, *got
+            if not yielded and not self._poll(deadline):
+                return
+
+    def _poll(self, deadline: float) -> bool:
+        """Wait for input; whether there may be some."""
+        poller = zmq.Poller()
+        for link in self.links:
+            if isinstance(link, ZmqLink):
+                poller.register(link.socket, zmq.POLLIN)
+                if link.pidfd is not None:
+                    poller.register(link.pidfd, zmq.POLLIN)
+        left = deadline - time.monotonic()
+        ready = dict(poller.poll(max(0, int(left * 1000)))) if left > 0 else {}
+        if any(isinstance(link, ZmqLink) and link.pidfd in ready for link in self.links):
+            raise EngineFault(self._cause("a worker ended"))
+        return bool(ready)
+
+    def _cause(self, text: str) -> str:
+        # When a rank dies its peers fail in their collective at once: wait a moment, and name the dead one first.
+        gone = self.ended(0.3)
+        return f"{gone}; {text}" if gone else text
+
+    def ended(self, timeout: float = 0.0) -> str:
+        """Which worker processes have ended, as text; empty if none within `timeout` seconds."""
+        poller = zmq.Poller()
+        watched = {link.pidfd: link for link in self.links if isinstance(link, ZmqLink) and link.pidfd is not None}
+        for pidfd in watched:
+            poller.register(pidfd, zmq.POLLIN)
+        gone = [watched[fd] for fd, _ in poller.poll(int(timeout * 1000))] if watched else []
+        return ", ".join(f"rank {link.rank} (pid {link.hello.pid if link.hello else '?'}) ended" for link in gone)
+
+    def _silent(self, answered: set[int]) -> str:
+        """What is known of the ranks that did not answer: last step, and the state the kernel gives."""
+        return ", ".join(
+            f"rank {link.rank} (pid {link.hello.pid if link.hello else '?'}, last answered step {link.last_step}, "
+            f"process state {_state(link.hello)})"
+            for link in self.links
+            if link.rank not in answered
+        )
+
+    def dropped(self) -> Counter[str]:
+        """Frames dropped on all links, by reason."""
+        total: Counter[str] = Counter()
+        for link in self.links:
+            total.update(link.dropped)
+        return total
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+
+
+def _state(hello: Hello | None) -> str:
+    if hello is None:
+        return "unknown"
+    try:
+        lines = Path(f"/proc/{hello.pid}/status").read_text().splitlines()
+    except OSError:
+        return "gone"
+    return next((line.split(None, 1)[1] for line in lines if line.startswith("State:")), "unknown")

@@ -1,0 +1,212 @@
+"""The coordinator's process: bring up the workers, then serve RPC and run rounds until told to end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import zmq
+
+from kdtp import log
+from kdtp.config import EngineConfig, build
+from kdtp.engine import guard, rundir
+from kdtp.engine.assemble import assemble, local_link
+from kdtp.engine.coordinator import Event
+from kdtp.engine.link import EngineFault, Link, ZmqLink
+from kdtp.engine.plan import Plan, plan
+from kdtp.engine.rpc import Server
+from kdtp.engine.scheduler import QueueFull, Request
+from kdtp.log import logger
+from kdtp.types import Cancel, Failed, Finished, ShutdownQuery, Status, StatusQuery, Submit, ToEngine, Tokens
+from kdtp.version import __version__
+
+EXIT_FAULT = 70  # a rank died, hung, diverged or failed
+_SLICE = 0.25  # seconds between two looks at the stop flag
+_LINGER = 0.5  # seconds for the last messages to leave
+
+
+class Host:
+    """One engine behind RPC. `run` returns the exit code: 0 when told to end, EXIT_FAULT when the engine broke."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._plan = plan
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Bound before anything is loaded, so that clients can see how far loading is.
+        self._rpc = Server(self._context, rundir.endpoint(folder, "rpc"))
+        links: list[Link]
+        if plan.config.tp == 1:
+            links = [local_link()]
+        else:
+            links = [ZmqLink(self._context, folder, rank) for rank in range(plan.config.tp)]
+        self._coordinator, self._handshake = assemble(plan, links)
+        self._fleet = self._coordinator.fleet
+        self._clients: dict[int, tuple[bytes, int]] = {}
+        self._opened = 0
+        self._state = "loading"
+        self._heard = time.monotonic()
+        self._stop: str | None = None
+
+    def stop(self, signum: int, frame: FrameType | None) -> None:
+        """Signal handler: end after the present round."""
+        self._stop = f"signal {signal.Signals(signum).name}"
+
+    def run(self) -> int:
+        """Serve until told to end."""
+        try:
+            while self._stop is None:
+                self._turn()
+            logger.info("ending: %s", self._stop)
+            self._end("shutdown", f"the engine was told to end ({self._stop})")
+            return 0
+        except EngineFault as error:
+            logger.error("engine fault: %s", error)
+            self._end("engine", str(error))
+        except Exception as error:  # a bug of ours: the clients must still be told
+            logger.exception("the coordinator failed")
+            self._end("engine", f"the coordinator failed: {type(error).__name__}: {error}")
+        return EXIT_FAULT
+
+    def _turn(self) -> None:
+        for client, message in self._rpc.receive():
+            self._serve(client, message)
+        if self._state == "loading":
+            if self._handshake.advance(_SLICE / 10):
+                self._state = "ready"
+                logger.info("ready: %d rank(s), %d KV pages", self._plan.config.tp, self._coordinator.pool.total)
+        elif not self._coordinator.idle:
+            self._tell(self._coordinator.step())
+            self._heard = time.monotonic()
+        else:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Idle: until a client speaks or a worker ends; now and then ask every rank for a sign of life."""
+        if self._rpc.socket.poll(int(_SLICE * 1000)):
+            return
+        gone = self._fleet.ended()
+        if gone:
+            raise EngineFault(gone)
+        if time.monotonic() - self._heard > self._plan.config.ping_interval:
+            self._fleet.forward([])
+            self._heard = time.monotonic()
+
+    def _serve(self, client: bytes, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._submit(client, message)
+            case Cancel():
+                found = [i for i, who in self._clients.items() if who == (client, message.request)]
+                self._cancel(found)
+            case StatusQuery():
+                self._rpc.send(client, self._status())
+            case ShutdownQuery():
+                self._stop = "a client asked for it"
+
+    def _submit(self, client: bytes, message: Submit) -> None:
+        label = message.request
+        if (client, label) in self._clients.values():
+            self._rpc.send(client, Failed(None, "invalid", f"request = {label}: is the label of an open request"))
+            return
+        self._opened += 1
+        request = Request(self._opened, message.prompt, message.params, message.speculate, message.want_logits)
+        try:
+            self._coordinator.submit(request)
+        except (ValueError, QueueFull) as error:
+            code = "invalid" if isinstance(error, ValueError) else "capacity"
+            self._rpc.send(client, Failed(label, code, str(error)))
+            return
+        self._clients[request.id] = (client, label)
+
+    def _cancel(self, ids: Iterable[int]) -> None:
+        for request_id in ids:
+            event = self._coordinator.cancel(request_id)
+            if event is not None:
+                self._tell([event])
+
+    def _tell(self, events: Iterable[Event]) -> None:
+        """Pass events on; the requests of a client that cannot be reached are cancelled."""
+        gone: set[bytes] = set()
+        for event in events:
+            message = event.message
+            assert message.request is not None
+            known = self._clients.get(message.request)
+            if known is None:
+                continue
+            client, label = known
+            if isinstance(message, Finished | Failed):
+                del self._clients[message.request]
+            if not self._rpc.send(client, _relabel(message, label), event.logits):
+                gone.add(client)
+        for client in gone:
+            lost = [i for i, who in self._clients.items() if who[0] == client]
+            for request_id in lost:
+                del self._clients[request_id]
+                self._coordinator.cancel(request_id)
+
+    def _status(self) -> Status:
+        coordinator, scheduler = self._coordinator, self._coordinator.scheduler
+        done, total = self._handshake.loaded
+        counters = coordinator.counters + self._fleet.dropped() + self._rpc.dropped
+        counters["desync_checks"] = self._fleet.desync_checks
+        return Status(
+            state=self._state,
+            pid=os.getpid(),
+            version=__version__,
+            tp=self._plan.config.tp,
+            step=self._fleet.step,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_total=coordinator.pool.total,
+            pages_free=coordinator.pool.free,
+            load_done=done,
+            load_total=total,
+            worker_pids=tuple(link.hello.pid for link in self._fleet.links if link.hello),
+            counters=dict(counters),
+            model=self._plan.config.model,
+            vocab_size=self._plan.model.vocab_size,
+            max_positions=self._plan.model.max_position_embeddings,
+        )
+
+    def _end(self, code: str, text: str) -> None:
+        """One terminal event for every open request, then the workers are told, then everything is closed."""
+        self._tell(self._coordinator.fail_all(code, text))
+        if code == "shutdown":
+            self._fleet.dismiss(text)
+        self._rpc.close(_LINGER)
+        self._fleet.close()
+        self._context.term()
+
+
+def _relabel(message: Tokens | Finished | Failed, label: int) -> Tokens | Finished | Failed:
+    return msgspec.structs.replace(message, request=label)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The coordinator, beside workers that the launcher or torchrun starts."""
+    parser = argparse.ArgumentParser(prog="kdtp.engine.host", description=main.__doc__)
+    parser.add_argument("--run-dir", required=True, type=Path, help="private folder for the sockets")
+    parser.add_argument("--config", required=True, help="EngineConfig as a JSON object")
+    chosen = parser.parse_args(arguments)
+    guard.end_with_parent()
+    guard.dump_stacks_on_signal()
+    log.setup("coordinator")
+    try:
+        config = build(EngineConfig, msgspec.json.decode(chosen.config), "--config")
+        host = Host(plan(config), rundir.check(chosen.run_dir))
+    except ValueError as error:
+        logger.error("%s", error)
+        return 2
+    signal.signal(signal.SIGTERM, host.stop)
+    signal.signal(signal.SIGINT, host.stop)
+    return host.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""A worker: one rank of the model. It executes numbered steps and decides nothing.
+
+`Worker.handle` is the whole of its work; `main` is the process around it, started by the launcher or by torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+
+from kdtp import log
+from kdtp.config import EngineConfig, build, digest
+from kdtp.engine import guard, rundir
+from kdtp.engine.link import tune
+from kdtp.log import logger
+from kdtp.model import comm as comms
+from kdtp.model.comm import Comm
+from kdtp.model.shard import Shard
+from kdtp.spec import pick
+from kdtp.types import (
+    PAGE_ROWS,
+    PROTOCOL_VERSION,
+    Commit,
+    Fault,
+    Forward,
+    FromWorker,
+    Hello,
+    Ids,
+    Progress,
+    Ready,
+    SeqRows,
+    Shutdown,
+    ToWorker,
+    Welcome,
+    depths,
+)
+from kdtp.version import __version__
+
+WELCOME_TIMEOUT = 60.0  # seconds between hello and welcome
+_PROGRESS_PAUSE = 0.1  # seconds between two progress messages
+
+Emit = Callable[[FromWorker, bytes | None], None]
+
+
+class Refused(RuntimeError):
+    """The coordinator sent this worker away before it was ready; the text is its reason."""
+
+
+class Worker:
+    """One rank. `emit` takes its messages to the coordinator; `connect(timeout)` joins the group of ranks."""
+
+    def __init__(self, rank: int, size: int, emit: Emit, connect: Callable[[float], Comm]) -> None:
+        self.rank = rank
+        self.size = size
+        self.coordinator_pid = 0
+        self.ended = False
+        self.dropped = 0
+        self._emit = emit
+        self._connect = connect
+        self._epoch = 0
+        self._step = 0
+        self._shard: Shard | None = None
+
+    def hello(self) -> None:
+        """Say who this is."""
+        self._emit(Hello(PROTOCOL_VERSION, __version__, self.rank, self.size, os.getpid()), None)
+
+    def handle(self, message: ToWorker) -> None:
+        """Carry out one message; what there is to answer is emitted. Exceptions are this rank's end."""
+        match message:
+            case Welcome():
+                self._load(message)
+            case Forward() if self._is_next(message.epoch, message.step, self._step + 1):
+                self._step = message.step
+                self._forward(message)
+            case Commit() if self._is_next(message.epoch, message.step, self._step):
+                self.shard.commit(message.moves)
+                self.shard.release(message.released)
+            case Shutdown():
+                self._shutdown(message.reason)
+
+    @property
+    def shard(self) -> Shard:
+        """The loaded shard."""
+        assert self._shard is not None, "a step before the model was loaded"
+        return self._shard
+
+    def _is_next(self, epoch: int, step: int, want: int) -> bool:
+        if (epoch, step) == (self._epoch, want):
+            return True
+        self.dropped += 1
+        logger.warning("dropped a frame of epoch %d step %d, want %d/%d", epoch, step, self._epoch, want)
+        return False
+
+    def _load(self, welcome: Welcome) -> None:
+        config = build(EngineConfig, welcome.config, "welcome")
+        self._epoch = welcome.epoch
+        self.coordinator_pid = welcome.coordinator_pid
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
+        # The coordinator's deadline must pass first, so that it names the rank that hangs.
+        comm = self._connect(max(60.0, 4 * config.step_timeout))
+        pages = config.kv_tokens // PAGE_ROWS
+        self._shard = Shard.load(config.model, comm, config.dtype, pages, self._progress)
+        comm.all_reduce(torch.zeros(1))
+        self._emit(Ready(self._epoch, self.rank, digest(config), self._shard.model_hash), None)
+
+    def fault(self, error: BaseException) -> Fault:
+        """What to tell the coordinator of this rank's end."""
+        return Fault(self._epoch, self._step, self.rank, f"{type(error).__name__}: {error}"[:4096])
+
+    def _progress(self, done: int, total: int) -> None:
+        self._emit(Progress(self._epoch, self.rank, done, total), None)
+
+    def _forward(self, message: Forward) -> None:
+        ids: list[int] = []
+        frame, shape = None, None
+        if message.seqs:
+            logits = self.shard.forward_tokens(message.seqs)
+            ids = self._pick(logits, message.seqs)
+            if message.want_logits:
+                full = self._full(logits)
+                if self.rank == 0:
+                    frame, shape = full.numpy().tobytes(), (full.shape[0], full.shape[1])
+        self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), shape), frame)
+
+    def _pick(self, logits: torch.Tensor, seqs: Sequence[SeqRows]) -> list[int]:
+        """One id per picked row of this rank's vocabulary shard [R, V/N]; the same on every rank."""
+        rules = [seq.rule for seq in seqs for _ in range(seq.pick)]
+        if all(rule.temperature == 0.0 for rule in rules):
+            values, ids = pick.local_argmax(logits, self.shard.vocab_start)
+            comm = self.shard.comm
+            return pick.merge_argmax(comm.all_gather(values), comm.all_gather(ids)).tolist()
+        positions = [p + 1 for seq in seqs for p in _positions(seq)[len(seq.tokens) - seq.pick :]]
+        return pick.sample(self._full(logits), positions, rules).tolist()
+
+    def _full(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the whole vocabulary, [R, V] float32, from every rank's shard."""
+        shards = self.shard.comm.all_gather(logits)
+        return torch.cat(list(shards), dim=1)[:, : self.shard.config.vocab_size].contiguous()
+
+    def _shutdown(self, reason: str) -> None:
+        if self._shard is None:
+            raise Refused(reason)
+        self.ended = True
+
+
+def _positions(seq: SeqRows) -> list[int]:
+    return [seq.start + depth for depth in depths(seq.parents)]
+
+
+class Socket:
+    """The worker's end of a ZmqLink."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        tune(self._socket)
+        self._socket.setsockopt(zmq.IDENTITY, f"rank-{rank}-{secrets.token_hex(8)}".encode())
+        self._socket.setsockopt(zmq.SNDTIMEO, int(WELCOME_TIMEOUT * 1000))
+        self._socket.connect(rundir.endpoint(folder, f"rank-{rank}"))
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._coordinator: int | None = None
+
+    def emit(self, message: FromWorker, frame: bytes | None) -> None:
+        """Send to the coordinator."""
+        parts = [msgspec.msgpack.encode(message)] + ([] if frame is None else [frame])
+        self._socket.send_multipart(parts)
+
+    def watch(self, coordinator_pid: int) -> None:
+        """From now on `receive` ends when that process does."""
+        if self._coordinator is None:
+            self._coordinator = os.pidfd_open(coordinator_pid)
+            self._poller.register(self._coordinator, zmq.POLLIN)
+
+    def receive(self, timeout: float | None) -> ToWorker | None:
+        """The next readable message; None after `timeout` seconds, EOFError when the coordinator has ended."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
+            ready = dict(self._poller.poll(left))
+            if self._socket in ready:
+                try:
+                    return self._decoder.decode(self._socket.recv())
+                except msgspec.DecodeError as error:
+                    logger.warning("dropped a malformed frame: %s", error)
+            elif self._coordinator in ready:
+                raise EOFError("the coordinator ended")
+            elif not ready:
+                return None
+
+
+def serve(worker: Worker, socket: Socket) -> None:
+    """Carry out messages until the coordinator says Shutdown or ends."""
+    worker.hello()
+    message = socket.receive(WELCOME_TIMEOUT)
+    if message is None:
+        raise Refused(f"no welcome from the coordinator within {WELCOME_TIMEOUT:.0f} s")
+    while not worker.ended:
+        if message is not None:
+            worker.handle(message)
+        socket.watch(worker.coordinator_pid)
+        message = None if worker.ended else socket.receive(None)
+
+
+def _environment(name: str) -> int:
+    value = os.environ.get(name, "")
+    if not value.isdigit():
+        raise SystemExit(f"{name} = {value!r}: want the number that the launcher or torchrun sets")
+    return int(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process of one rank, under the launcher or torchrun: python -m kdtp.engine.worker --run-dir DIR."""
+    parser = argparse.ArgumentParser(prog="kdtp.engine.worker", description=main.__doc__)
+    parser.add_argument("--run-dir", required=True, type=Path, help="the coordinator's run folder")
+    folder = rundir.check(parser.parse_args(arguments).run_dir)
+    rank, size = _environment("RANK"), _environment("WORLD_SIZE")
+    guard.end_with_parent()
+    guard.dump_stacks_on_signal()
+    guard.exit_on_any_exception()
+    log.setup(f"worker tp={rank}")
+    socket = Socket(folder, rank)
+    worker = Worker(rank, size, socket.emit, lambda timeout: comms.connect(rank, size, timeout))
+    try:
+        serve(worker, socket)
+    except (EOFError, Refused) as error:
+        logger.error("%s", error)
+        code = 1
+    except Exception as error:
+        logger.exception("rank %d cannot go on", rank)
+        socket.emit(worker.fault(error), None)
+        time.sleep(0.2)  # LINGER is 0: let the fault leave before the process does
+        code = 1
+    else:
+        code = 0
+    # Not through the teardown of the process group, which waits for peers that may be gone.
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""One group of processes that live and die together: N ranks and, beside them, one lead that directs them.
+
+Spawning is torch.distributed.elastic's, so a rank started here cannot tell it from torchrun: it gets RANK, LOCAL_RANK,
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and the store behind them is served by this process. Watching is ours: elastic
+polls, and gives a group that has failed 30 s to end; here an end is noticed at once (pidfd) and the bounds below hold.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
+
+LEAD = -1  # "rank" of the lead
+_TELL = 1.5  # seconds for the lead to tell its clients after a rank has ended
+_LEAVE = 2.0  # seconds for the others to end by themselves after an orderly end or a signal
+_DUMP = 0.5  # seconds for stacks to be written before SIGKILL
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class End:
+    """A process that has ended: `code` is its exit code, negative for a signal."""
+
+    rank: int
+    pid: int
+    code: int
+
+    def __str__(self) -> str:
+        name = "the lead" if self.rank == LEAD else f"rank {self.rank}"
+        how = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
+        return f"{name} (pid {self.pid}) {how}"
+
+
+class Group:
+    """`start` spawns, `run` watches until all have ended and returns the exit code of the whole.
+
+    lead, ranks: arguments after the Python interpreter; size: number of ranks, 0 for none; say: gets one line for
+    each thing that happens.
+    """
+
+    def __init__(self, lead: Sequence[str], ranks: Sequence[str], size: int, say: Callable[[str], None]) -> None:
+        self._lead_args = tuple(lead)
+        self._rank_args = tuple(ranks)
+        self._size = size
+        self._say = say
+        self._contexts: list[PContext] = []
+        self._pids: dict[int, int] = {}
+        self._pidfds: dict[int, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._signal: int | None = None
+        self._ends: list[End] = []
+
+    def start(self) -> None:
+        """Spawn the lead and the ranks."""
+        self._store, port = _loopback_store(self._size)
+        self._spawn("lead", {0: self._lead_args}, {0: {}}, [LEAD])
+        envs = {rank: _environment(rank, self._size, port) for rank in range(self._size)}
+        if self._size:
+            self._spawn("rank", dict.fromkeys(range(self._size), self._rank_args), envs, list(range(self._size)))
+        # After the spawn, because elastic installs handlers of its own.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        self._wakeup, wakeup_send = socket.socketpair()
+        for end in (self._wakeup, wakeup_send):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wakeup_send.fileno(), warn_on_full_buffer=False)
+        self._wakeup_send = wakeup_send
+        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
+
+    def watch(self, fd: int) -> None:
+        """End the group when `fd` (say, the standard input that the parent holds) is closed at its other end."""
+        self._selector.register(fd, selectors.EVENT_READ, fd)
+
+    def stop(self) -> None:
+        """End the group as a SIGTERM would."""
+        self._signal = self._signal or signal.SIGTERM
+
+    def run(self) -> int:
+        """Wait for the end, see to it that nothing is left, and return the exit code: 0 for an orderly end."""
+        self._wait(None, lambda: bool(self._ends) or self._signal is not None)
+        if self._signal is not None and not self._ends:
+            self._say(f"{signal.Signals(self._signal).name}: ending")
+            self._signal_all([LEAD], signal.SIGTERM)
+            self._wait(_LEAVE, lambda: LEAD not in self._pids)
+        first = self._ends[0] if self._ends else None
+        orderly = self._signal is not None or (first is not None and first.rank == LEAD and first.code == 0)
+        if orderly:
+            self._wait(_LEAVE if self._signal is None else 0.3, lambda: not self._pids)
+        elif first is not None:
+            self._fail(first)
+        self._kill()
+        return 0 if orderly else self._code()
+
+    def _fail(self, first: End) -> None:
+        self._say(f"failed: {first}")
+        self._wait(_TELL, lambda: LEAD not in self._pids)
+        # A stopped process is woken, so that it can say where it was.
+        for number in (signal.SIGCONT, signal.SIGUSR1):
+            self._signal_all(sorted(self._pids), number)
+        self._wait(_DUMP if self._pids else 0.0, lambda: not self._pids)
+
+    def _code(self) -> int:
+        lead = next((end.code for end in self._ends if end.rank == LEAD), 0)
+        return lead if lead > 0 else 1
+
+    def _wait(self, seconds: float | None, done: Callable[[], bool]) -> None:
+        """Note the ends of processes until `done` or for `seconds`."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not done():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            for key, _ in self._selector.select(left):
+                self._note(key)
+
+    def _note(self, key: selectors.SelectorKey) -> None:
+        if key.fileobj is self._wakeup:
+            self._wakeup.recv(64)
+        elif isinstance(key.data, End):
+            self._reap(key.data.rank)
+        elif not os.read(key.fd, 4096):
+            self._selector.unregister(key.fd)
+            self.stop()
+
+    def _reap(self, rank: int) -> None:
+        pid, pidfd = self._pids.pop(rank), self._pidfds.pop(rank)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        context = self._contexts[0] if rank == LEAD else self._contexts[1]
+        code = context.subprocess_handlers[max(rank, 0)].proc.wait()
+        self._ends.append(End(rank, pid, code))
+
+    def _spawn(
+        self, name: str, args: dict[int, tuple[str, ...]], envs: dict[int, dict[str, str]], ranks: list[int]
+    ) -> None:
+        context = start_processes(name, sys.executable, args, envs, DefaultLogsSpecs())
+        self._contexts.append(context)
+        for local, rank in enumerate(ranks):
+            pid = context.pids()[local]
+            self._pids[rank], self._pidfds[rank] = pid, os.pidfd_open(pid)
+            self._selector.register(self._pidfds[rank], selectors.EVENT_READ, End(rank, pid, 0))
+
+    def _signal_all(self, ranks: Sequence[int], number: int) -> None:
+        for rank in ranks:
+            if rank in self._pidfds:
+                signal.pidfd_send_signal(self._pidfds[rank], number)
+
+    def _kill(self) -> None:
+        self._signal_all(sorted(self._pids), signal.SIGKILL)
+        self._wait(2.0, lambda: not self._pids)
+        if self._pids:
+            self._say(f"still there after SIGKILL: {self._pids}")
+        for context in self._contexts:
+            context.close(signal.SIGKILL, 1)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._signal is not None:  # the second one is impatient
+            self._signal_all(sorted(self._pids), signal.SIGKILL)
+        self._signal = number
+
+
+def _loopback_store(size: int) -> tuple[TCPStore | None, int]:
+    """The ranks' rendezvous store on a port of the loopback interface; a plain TCPStore listens on all of them."""
+    if size == 0:
+        return None, 0
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((_LOOPBACK, 0))
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        _LOOPBACK,
+        port,
+        None,
+        True,
+        timeout=timedelta(seconds=60),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """torchrun's contract, for one machine. GLOO_SOCKET_IFNAME keeps gloo off the address of the host name."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "none",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
