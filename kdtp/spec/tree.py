@@ -34,8 +34,8 @@ _LEAF = _Ranked([], [], [])
 def build(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
     """The tree of the `budget` best nodes (root not counted) no deeper than `max_depth`.
 
-    A node whose score is not finite is never taken. A depth of Marginals (a sibling group of a Trie) that holds a NaN
-    or +inf is unusable, with everything below it. The result may be the root alone; that is legal everywhere.
+    A candidate whose log-probability or score is not finite is never taken; a depth of Marginals that holds a NaN or
+    +inf is unusable, and all deeper ones. The result may be the root alone, which is legal everywhere.
     """
     return _best_first(_ranked(proposal, max_depth), root, budget)
 
@@ -107,9 +107,7 @@ def _of_trie(proposal: Trie, max_depth: int, width: int | None) -> _Ranked:
 
 def _group(children: list[tuple[float, int, int]], groups: list[_Ranked], width: int | None) -> _Ranked:
     assert len({token for _, token, _ in children}) == len(children), f"siblings share a token: {children}"
-    if not _sound([-cost for cost, _, _ in children]):
-        return _LEAF
-    best = sorted((max(cost, 0.0), token, node) for cost, token, node in children if cost < math.inf)[:width]
+    best = sorted((max(c, 0.0), t, n) for c, t, n in children if math.isfinite(c))[:width]
     return _Ranked([-c for c, _, _ in best], [t for _, t, _ in best], [groups[n] for _, _, n in best])
 
 

@@ -45,7 +45,7 @@ def by_full_sort(proposal: Marginals | Trie, root: int, budget: int, max_depth: 
         group = [
             (proposal.lp[i], proposal.tokens[i], i + 1) for i, parent in enumerate(proposal.parents) if parent == node
         ]
-        return sorted(group, key=lambda child: (-min(child[0], 0.0), child[1]))
+        return sorted((c for c in group if math.isfinite(c[0])), key=lambda child: (-min(child[0], 0.0), child[1]))
 
     def visit(prefix: tuple[int, ...], key: tuple, score: np.float32) -> None:
         group = below(prefix)
