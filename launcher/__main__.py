@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import tempfile
 
 from launcher.group import Group
 
@@ -26,11 +27,14 @@ def main() -> int:
     chosen = parser.parse_args()
     if not 0 <= chosen.nproc <= 1024:
         parser.error(f"--nproc {chosen.nproc}: must be 0..1024")
-    group = Group(
-        shlex.split(chosen.lead), chosen.ranks, chosen.nproc, lambda line: print(f"launcher: {line}", file=sys.stderr)
-    )
-    group.start()
-    return group.run()
+    with tempfile.TemporaryDirectory(prefix="launcher-") as scratch:
+        group = Group(shlex.split(chosen.lead), chosen.ranks, chosen.nproc, scratch, _say)
+        group.start()
+        return group.run()
+
+
+def _say(line: str) -> None:
+    print(f"launcher: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SubprocessContext, start_processes
 
 LEAD = -1  # "rank" of the lead
 _TELL = 1.5  # seconds for the lead to tell its clients after a rank has ended
@@ -44,14 +44,17 @@ class End:
 class Group:
     """`start` spawns, `run` watches until all have ended and returns the exit code of the whole.
 
-    lead, ranks: arguments after the Python interpreter; size: number of ranks, 0 for none; say: gets one line for
-    each thing that happens.
+    lead, ranks: arguments after the Python interpreter; size: number of ranks, 0 for none; scratch: a folder for
+    elastic's error files; say: gets one line for each thing that happens.
     """
 
-    def __init__(self, lead: Sequence[str], ranks: Sequence[str], size: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, lead: Sequence[str], ranks: Sequence[str], size: int, scratch: str, say: Callable[[str], None]
+    ) -> None:
         self._lead_args = tuple(lead)
         self._rank_args = tuple(ranks)
         self._size = size
+        self._scratch = scratch
         self._say = say
         self._contexts: list[PContext] = []
         self._pids: dict[int, int] = {}
@@ -92,22 +95,23 @@ class Group:
             self._say(f"{signal.Signals(self._signal).name}: ending")
             self._signal_all([LEAD], signal.SIGTERM)
             self._wait(_LEAVE, lambda: LEAD not in self._pids)
-        first = self._ends[0] if self._ends else None
-        orderly = self._signal is not None or (first is not None and first.rank == LEAD and first.code == 0)
+        elif self._signal is None:
+            self._wait(_TELL, lambda: LEAD not in self._pids)  # time to tell its clients
+        orderly = self._signal is not None or End(LEAD, 0, 0) in [End(e.rank, 0, e.code) for e in self._ends]
         if orderly:
-            self._wait(_LEAVE if self._signal is None else 0.3, lambda: not self._pids)
-        elif first is not None:
-            self._fail(first)
+            self._wait(_LEAVE, lambda: not self._pids)
+        else:
+            self._dump()
         self._kill()
         return 0 if orderly else self._code()
 
-    def _fail(self, first: End) -> None:
-        self._say(f"failed: {first}")
-        self._wait(_TELL, lambda: LEAD not in self._pids)
+    def _dump(self) -> None:
+        """Say what ended first, and let those still there write their stacks to the log."""
+        self._say(f"failed: {self._ends[0]}")
         # A stopped process is woken, so that it can say where it was.
         for number in (signal.SIGCONT, signal.SIGUSR1):
             self._signal_all(sorted(self._pids), number)
-        self._wait(_DUMP if self._pids else 0.0, lambda: not self._pids)
+        self._wait(_DUMP, lambda: not self._pids)
 
     def _code(self) -> int:
         lead = next((end.code for end in self._ends if end.rank == LEAD), 0)
@@ -137,13 +141,14 @@ class Group:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         context = self._contexts[0] if rank == LEAD else self._contexts[1]
+        assert isinstance(context, SubprocessContext)
         code = context.subprocess_handlers[max(rank, 0)].proc.wait()
         self._ends.append(End(rank, pid, code))
 
     def _spawn(
         self, name: str, args: dict[int, tuple[str, ...]], envs: dict[int, dict[str, str]], ranks: list[int]
     ) -> None:
-        context = start_processes(name, sys.executable, args, envs, DefaultLogsSpecs())
+        context = start_processes(name, sys.executable, args, envs, DefaultLogsSpecs(self._scratch))
         self._contexts.append(context)
         for local, rank in enumerate(ranks):
             pid = context.pids()[local]
