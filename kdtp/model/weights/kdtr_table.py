@@ -11,10 +11,11 @@ import math
 import mmap
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ MAX_NAME = 255
 MAX_TABLE = 1 << 26  # bytes; about a million arrays
 _INT64_MAX = (1 << 63) - 1
 
+T = TypeVar("T")
 Value: TypeAlias = int | float | str | list[Any]
 _INT, _FLOAT, _TEXT, _LIST = 1, 2, 3, 4
 
@@ -116,23 +118,25 @@ class _Table:
     def unpack(self, layout: str) -> tuple[Any, ...]:
         return struct.unpack(layout, self.take(struct.calcsize(layout)))
 
-    def name(self, kind: str, index: int, seen: Mapping[str, object]) -> str:
+    def name(self, kind: str, index: int) -> str:
         self.where = f"{kind} {index}"
         raw = self.take(*self.unpack("<B"))
         if not _is_name(raw):
             self.fail("name", "1..255 printable ASCII characters without space", "others" if raw else "none")
         name = raw.decode("ascii")
         self.where = f"{kind} {index} '{name}'"
-        if name in seen:
-            self.fail("name", "one of its own", "a second of this name")
         return name
 
     def metadata(self, count: int) -> dict[str, Value]:
-        values: dict[str, Value] = {}
-        for i in range(count):
-            key = self.name("metadata", i, values)
-            values[key] = self.value(_LIST)
-        return values
+        return self.distinct("metadata", [(self.name("metadata", i), self.value(_LIST)) for i in range(count)])
+
+    def distinct(self, kind: str, entries: list[tuple[str, T]]) -> dict[str, T]:
+        self.where = kind
+        named = dict(entries)
+        if len(named) != len(entries):
+            twin = min(name for name, times in Counter(name for name, _ in entries).items() if times > 1)
+            self.fail("name", "distinct ones", f"two of '{twin}'")
+        return named
 
     def value(self, highest: int) -> Value:
         (kind,) = self.unpack("<B")
@@ -150,15 +154,15 @@ class _Table:
             self.fail("string", "UTF-8", "other bytes")
 
     def arrays(self, count: int, floor: int, file_bytes: int) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {}
+        entries: list[tuple[str, Entry]] = []
         for i in range(count):
-            name = self.name("array", i, entries)
-            entries[name] = entry = self.entry(name, floor, file_bytes)
-            floor = entry.offset + entry.nbytes
+            name = self.name("array", i)
+            entries.append((name, self.entry(name, floor, file_bytes)))
+            floor = entries[-1][1].offset + entries[-1][1].nbytes
         self.where = "table"
         if self.at != len(self.data):
             self.fail("size", f"{self.at} bytes", len(self.data))
-        return entries
+        return self.distinct("arrays", entries)
 
     def entry(self, name: str, floor: int, file_bytes: int) -> Entry:
         """The rest of an entry; its data may start at `floor`, where what comes before it ends."""
