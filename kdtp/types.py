@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-import msgspec
 from msgspec import Meta, Struct
 
 if TYPE_CHECKING:
@@ -396,7 +395,3 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 FromEngine = Tokens | Finished | Failed | Status
 
-
-def validation_text(error: msgspec.ValidationError) -> str:
-    """The decoder's complaint as one line."""
-    return " ".join(str(error).split())
