@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kdtp.model.weights import kdtr
+from tests.conftest import ROOT
 from tests.cpu.kdtr_cases import (
     EXAMPLE_METADATA,
     bad_files,
@@ -59,11 +60,21 @@ def test_round_trip_of_every_type(tmp_path: Path) -> None:
 
 
 def test_exact_bytes(tmp_path: Path) -> None:
-    """The file of docs/kdtr.md, byte by byte, so that a change of the format cannot go unseen."""
+    """A file put together by hand, so that a change of the format cannot go unseen."""
     kdtr.write(tmp_path / "f", {"k": 0}, {"a": np.zeros(2, np.float32), "b": np.ones((1, 3), bool)})
     crc = zlib.crc32(b"\1\1\1")
     table = metadata() + entry(offset=128) + entry(b"b", 5, (1, 3), 192, crc)
     assert (tmp_path / "f").read_bytes() == image(table, (1, 2), 195, data=b"\1\1\1")
+
+
+def test_example_of_the_document(tmp_path: Path) -> None:
+    kdtr.write(tmp_path / "f", {"k": 0}, {"a": np.zeros(2, np.float32)})
+    lines = re.findall(r"^ *(\d+)  ((?:[0-9a-f]{2} +)+)", (ROOT / "docs/kdtr.md").read_text(), re.MULTILINE)
+    shown = bytearray(136)
+    for at, digits in lines:
+        shown[int(at) : int(at) + len(digits.split())] = bytes.fromhex(digits)
+    assert len(lines) == 8
+    assert bytes(shown) == (tmp_path / "f").read_bytes()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

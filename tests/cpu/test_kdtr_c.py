@@ -66,7 +66,7 @@ def test_sees_what_python_wrote(run: Run, tmp_path: Path) -> None:
     assert seen == dump(tmp_path / "f")
     assert len(seen.splitlines()) == 1 + len(EXAMPLE_METADATA) + len(example_arrays())
     assert "\nmetadata x list 3 int 1 float 4004000000000000 text c3a4\n" in seen
-    assert re.search(r"\narray t dtype 2 dims 1 2 at \d+ bytes 16 adler [0-9a-f]{8} 1.5 -2.25\n", seen)
+    assert re.search(r"\narray t dtype 2 dims 2 1 at \d+ bytes 16 adler [0-9a-f]{8} 1.5 -2.25\n", seen)
 
 
 def test_refuses_bad_files_in_the_same_words(run: Run, tmp_path: Path) -> None:
