@@ -234,8 +234,9 @@ def test_siblings_of_a_trie_rank_by_lp_then_id():
 @given(small_marginals(), *LIMITS)
 def test_a_trie_of_all_paths_gives_the_tree_of_the_marginals(proposal, budget, max_depth):
     """Ties inside a depth are broken by id in a trie, so the ids are made to rise with the rank."""
-    length, width = proposal.lp.shape
-    proposal = Marginals(proposal.lp, torch.arange(width).expand(length, width))
+    lp = proposal.lp[: usable_depth(proposal)]
+    length, width = lp.shape
+    proposal = Marginals(lp, torch.arange(width).expand(length, width))
     tokens, parents, lp, level = [], [], [], [0]
     for d in range(length):
         paths = list(itertools.product(level, range(width)))
@@ -254,14 +255,14 @@ def test_chain_is_the_first_rank_while_usable(proposal, budget, max_depth):
     got = tree.chain(proposal, 3, budget, max_depth)
     assert got.parents == tuple(range(-1, len(got) - 1))
     assert got.tokens[1:] == tuple(proposal.ids[: len(got) - 1, 0].tolist())
-    usable = 0
-    while usable < len(proposal.lp) and proposal.lp[usable, 0].isfinite() and not bad(proposal.lp[usable]):
-        usable += 1
-    assert len(got) - 1 == max(min(usable, budget, max_depth), 0)
+    masked = proposal.lp[: usable_depth(proposal)].isinf().all(dim=1).tolist()
+    assert len(got) - 1 == max(min([*masked, True].index(True), budget, max_depth), 0)
 
 
-def bad(row: torch.Tensor) -> bool:
-    return bool((row.isnan() | (row == INF)).any())
+def usable_depth(proposal: Marginals) -> int:
+    """Depths before the first that holds a NaN or +inf."""
+    bad = (proposal.lp.isnan() | (proposal.lp == INF)).any(dim=1).tolist()
+    return [*bad, True].index(True)
 
 
 def test_chain_of_a_trie_is_the_best_child_path():

@@ -1,0 +1,141 @@
+"""The one way a token is chosen from logits, on every path: prefill, plain decoding, chain and tree.
+
+Greedy is a real argmax, the lowest id among equal maxima. Sampling is argmax(logit / T + noise) over the ids that the
+filters keep, with Gumbel noise that is a function of (request seed, absolute position of the token, token id). What is
+chosen at a prefix is therefore the same whatever tree or batch it was verified in. Rows of one position share their
+noise; only one of them is on the path, so the law is the target's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from kdtp.types import Rule
+
+_WORD = 0xFFFFFFFF
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The largest of each row of [R, V], the lowest id among equals: int64 [R].
+
+    Raises ValueError naming the row if its maximum is not finite (NaN anywhere makes it NaN).
+    """
+    values, ids = best(logits)
+    return merge(values[None], ids[None])
+
+
+def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a shard of the vocabulary contributes to `merge`: each row's maximum and its lowest id, both [R].
+
+    Nothing is checked here, for a shard may consist of padding (-inf).
+    """
+    # torch.argmax promises no particular index among equals.
+    values = logits.amax(dim=1)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return values, torch.where(logits == values[:, None], ids, logits.shape[1]).amin(dim=1)
+
+
+def merge(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The argmax over N shards of the vocabulary, from their maxima and global ids, both [N, R]: int64 [R].
+
+    Raises ValueError as `argmax` does.
+    """
+    top = values.amax(dim=0)
+    finite = top.isfinite()
+    if not finite.all():
+        row = int((~finite).nonzero()[0])
+        raise ValueError(f"logits of row {row}: maximum {top[row].item()} is not finite")
+    return torch.where(values == top, ids, torch.iinfo(torch.int64).max).amin(dim=0)
+
+
+def sample(logits: torch.Tensor, positions: Sequence[int], rules: Sequence[Rule]) -> torch.Tensor:
+    """One token for each row of float32 [R, V] by its own rule: int64 [R].
+
+    positions [R]: absolute position of the token being chosen, which is the row's own position + 1.
+    Filters act in the order top_k, top_p, min_p, each on what the one before kept. Raises ValueError as `argmax` does.
+    """
+    assert logits.dtype == torch.float32, logits.dtype
+    assert logits.shape[0] == len(positions) == len(rules), (logits.shape, len(positions), len(rules))
+    ids = argmax(logits)
+    warm = [r for r, rule in enumerate(rules) if rule.temperature > 0.0]
+    if warm:
+        ids[warm] = _draw(logits[warm], [positions[r] for r in warm], [rules[r] for r in warm])
+    return ids
+
+
+def _draw(logits: torch.Tensor, positions: Sequence[int], rules: Sequence[Rule]) -> torch.Tensor:
+    temperature = torch.tensor([rule.temperature for rule in rules], dtype=torch.float32, device=logits.device)
+    kept = _filter(logits / temperature[:, None], rules)
+    # Siblings, and all nodes of one depth, share their noise: make it once.
+    keys = [(rule.seed, position) for rule, position in zip(rules, positions, strict=True)]
+    index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    noise = _gumbel(list(index), logits.shape[1], logits.device)
+    return argmax(kept + noise[[index[key] for key in keys]])
+
+
+def _filter(logits: torch.Tensor, rules: Sequence[Rule]) -> torch.Tensor:
+    """float32 [R, V], already divided by the temperature, with what the filters drop at -inf."""
+    if all(rule.top_k == 0 and rule.top_p == 1.0 and rule.min_p == 0.0 for rule in rules):
+        return logits
+    size = logits.shape[1]
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    ranked, ids = logits.sort(dim=1, descending=True, stable=True)  # stable: equals by id
+    kept = torch.arange(size, device=logits.device) < column([rule.top_k or size for rule in rules])
+    weight = (ranked.double() - ranked[:, :1].double()).exp() * kept
+    mass = (weight / weight.sum(dim=1, keepdim=True)).cumsum(dim=1)
+    before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
+    # p = 1 is off: rounding must not make the mass before a tiny tail look complete.
+    kept &= before < column([rule.top_p if rule.top_p < 1.0 else math.inf for rule in rules])
+    kept &= weight >= column([rule.min_p for rule in rules])  # the best weight is 1
+    return torch.full_like(logits, -math.inf).scatter(1, ids, ranked.masked_fill(~kept, -math.inf))
+
+
+def gumbel(seed: int, position: int, n: int) -> torch.Tensor:
+    """Gumbel noise of token ids 0..n-1 at one position, float32 [n].
+
+    Philox4x32-10 with key = seed mod 2^64 (low word, high word), counter = (id // 4, position low, position high, 0),
+    lane = id % 4; u = (x + 0.5) 2^-32; -log(-log(u)) in float64, then rounded.
+    """
+    return _gumbel([(seed, position)], n, torch.device("cpu"))[0]
+
+
+def _gumbel(keys: Sequence[tuple[int, int]], n: int, device: torch.device) -> torch.Tensor:
+    """`gumbel` for several (seed, position): float32 [len(keys), n]."""
+    words = [[seed & _WORD, seed >> 32 & _WORD, position & _WORD, position >> 32] for seed, position in keys]
+    key_low, key_high, low, high = torch.tensor(words, device=device).T[:, :, None]
+    block = torch.arange((n + 3) // 4, device=device)[None]
+    lanes = philox((block, low, high, torch.zeros_like(low)), (key_low, key_high))
+    x = torch.stack(lanes, dim=2).flatten(1)[:, :n]
+    u = (x.double() + 0.5) * 2.0**-32
+    return -(-u.log()).log().float()
+
+
+_Words4 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox(counter: _Words4, key: tuple[torch.Tensor, torch.Tensor]) -> _Words4:
+    """Philox4x32-10 on int64 tensors that hold 32-bit words and broadcast against each other.
+
+    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _mul(0xD2511F53, c0)
+        high1, low1 = _mul(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+def _mul(m: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low word of a 32 x 32 bit product, for m >= 2^31."""
+    # m - 2^32 is above -2^31, so its product with x fits into int64; the missing x * 2^32 goes to the high word.
+    product = x * (m - (1 << 32))
+    return (product >> 32) + x, product & _WORD
