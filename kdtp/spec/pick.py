@@ -23,22 +23,22 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
     Raises ValueError naming the row if its maximum is not finite (NaN anywhere makes it NaN).
     """
-    values, ids = best(logits)
-    return merge(values[None], ids[None])
+    values, ids = local_argmax(logits, 0)
+    return merge_argmax(values[None], ids[None])
 
 
-def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a shard of the vocabulary contributes to `merge`: each row's maximum and its lowest id, both [R].
+def local_argmax(logits: torch.Tensor, vocab_start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a vocabulary shard [R, V/N] gives to `merge_argmax`: each row's maximum and its lowest global id, both [R].
 
     Nothing is checked here, for a shard may consist of padding (-inf).
     """
     # torch.argmax promises no particular index among equals.
     values = logits.amax(dim=1)
     ids = torch.arange(logits.shape[1], device=logits.device)
-    return values, torch.where(logits == values[:, None], ids, logits.shape[1]).amin(dim=1)
+    return values, torch.where(logits == values[:, None], ids, logits.shape[1]).amin(dim=1) + vocab_start
 
 
-def merge(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def merge_argmax(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The argmax over N shards of the vocabulary, from their maxima and global ids, both [N, R]: int64 [R].
 
     Raises ValueError as `argmax` does.

@@ -43,15 +43,15 @@ def test_merged_shards_are_the_argmax():
             width = -(-vocab // shards)
             padded = np.full((20, shards * width), -np.inf, np.float32)
             padded[:, :vocab] = rng.integers(-2, 2, (20, vocab))
-            parts = [pick.best(torch.from_numpy(part)) for part in np.split(padded, shards, axis=1)]
-            values = torch.stack([v for v, _ in parts])
-            ids = torch.stack([i + n * width for n, (_, i) in enumerate(parts)])
-            assert pick.merge(values, ids).tolist() == padded.argmax(1).tolist()
+            parts = np.split(padded, shards, axis=1)
+            local = [pick.local_argmax(torch.from_numpy(part), n * width) for n, part in enumerate(parts)]
+            values, ids = torch.stack([v for v, _ in local]), torch.stack([i for _, i in local])
+            assert pick.merge_argmax(values, ids).tolist() == padded.argmax(1).tolist()
             order = rng.permutation(shards)  # the order of the shards decides nothing
-            assert pick.merge(values[order], ids[order]).tolist() == padded.argmax(1).tolist()
+            assert pick.merge_argmax(values[order], ids[order]).tolist() == padded.argmax(1).tolist()
     values[2, 7] = NAN
     with pytest.raises(ValueError, match="row 7"):
-        pick.merge(values, ids)
+        pick.merge_argmax(values, ids)
 
 
 @pytest.mark.parametrize(
