@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kdtp.types import Rule
+from kdtp.types import NO_TOKEN, Rule
 
 _WORD = 0xFFFFFFFF
 
@@ -21,7 +21,7 @@ _WORD = 0xFFFFFFFF
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """The largest of each row of [R, V], the lowest id among equals: int64 [R].
 
-    Raises ValueError naming the row if its maximum is not finite (NaN anywhere makes it NaN).
+    NO_TOKEN for a row whose maximum is not finite (a NaN anywhere makes it NaN): its request fails, the others go on.
     """
     values, ids = local_argmax(logits, 0)
     return merge_argmax(values[None], ids[None])
@@ -39,23 +39,17 @@ def local_argmax(logits: torch.Tensor, vocab_start: int) -> tuple[torch.Tensor, 
 
 
 def merge_argmax(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The argmax over N shards of the vocabulary, from their maxima and global ids, both [N, R]: int64 [R].
-
-    Raises ValueError as `argmax` does.
-    """
+    """The `argmax` over N shards of the vocabulary, from their maxima and global ids, both [N, R]: int64 [R]."""
     top = values.amax(dim=0)
-    finite = top.isfinite()
-    if not finite.all():
-        row = int((~finite).nonzero()[0])
-        raise ValueError(f"logits of row {row}: maximum {top[row].item()} is not finite")
-    return torch.where(values == top, ids, torch.iinfo(torch.int64).max).amin(dim=0)
+    lowest = torch.where(values == top, ids, torch.iinfo(torch.int64).max).amin(dim=0)
+    return torch.where(top.isfinite(), lowest, NO_TOKEN)
 
 
 def sample(logits: torch.Tensor, positions: Sequence[int], rules: Sequence[Rule]) -> torch.Tensor:
     """One token for each row of float32 [R, V] by its own rule: int64 [R].
 
     positions [R]: absolute position of the token being chosen, which is the row's own position + 1.
-    Filters act in the order top_k, top_p, min_p, each on what the one before kept. Raises ValueError as `argmax` does.
+    Filters act in the order top_k, top_p, min_p, each on what the one before kept. NO_TOKEN as in `argmax`.
     """
     assert logits.dtype == torch.float32, logits.dtype
     assert logits.shape[0] == len(positions) == len(rules), (logits.shape, len(positions), len(rules))
