@@ -128,7 +128,7 @@ class Rule(Struct, frozen=True, forbid_unknown_fields=True):
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     """What a request asks for.
 
-    max_tokens: upper bound on emitted tokens; temperature: 0 is greedy (argmax, lowest id among equals), else 0..2;
+    max_tokens: upper bound on emitted tokens; temperature: 0 is greedy (argmax, lowest id among equals), else 1e-5..2;
     top_k: 0 is off; top_p: (0, 1]; min_p: [0, 1); seed: with it, the text is a function of prompt and seed;
     stop_tokens: emitted, then the request ends with finish_reason "stop"; ignore_eos: the model's own end tokens
     do not stop. Raises ValueError naming key, value and what is legal.
@@ -145,7 +145,9 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         _legal("max_tokens", self.max_tokens, 1 <= self.max_tokens <= 1 << 24, "1..16777216")
-        _legal("temperature", self.temperature, 0.0 <= self.temperature <= 2.0, "a finite number 0..2")
+        # Below 1e-5 logits / temperature could overflow float32.
+        legal = self.temperature == 0.0 or 1e-5 <= self.temperature <= 2.0
+        _legal("temperature", self.temperature, legal, "0 (greedy) or 1e-5..2")
         _legal("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0, at most 1")
         _legal("top_k", self.top_k, 0 <= self.top_k < 1 << 31, "0 (off) or a count")
         _legal("min_p", self.min_p, 0.0 <= self.min_p < 1.0, "at least 0, below 1")
