@@ -26,7 +26,6 @@ from kdtp.types import (
     StatusQuery,
     Submit,
     ToEngine,
-    Tokens,
 )
 
 MAX_REQUEST = 16 << 20  # bytes of one client message
@@ -102,7 +101,7 @@ class Client:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         tune(self._socket)
-        self._socket.setsockopt(zmq.SNDTIMEO, 10_000)
+        self._socket.setsockopt(zmq.SNDTIMEO, 200)
         self._socket.connect(address)
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._alive = alive or (lambda: None)
@@ -124,6 +123,10 @@ class Client:
     def cancel(self, request: int) -> None:
         """Ask for the end of a request; its Finished, reason "cancelled", still comes."""
         self._send(Cancel(request))
+
+    def forget(self, request: int) -> None:
+        """Ignore what still comes of a request."""
+        self._events.pop(request, None)
 
     def shutdown(self) -> None:
         """Ask the engine to end."""
@@ -183,18 +186,18 @@ class Client:
                 raise ValueError(f"the engine could not read a message: {message.message}")
 
     def _send(self, message: ToEngine) -> None:
-        try:
-            self._socket.send(msgspec.msgpack.encode(message))
-        except zmq.Again:
-            self._alive()
-            raise EngineDead("the engine does not take messages") from None
+        """Send; while the engine takes no messages (it starts, or hangs), wait as long as for a sign of life."""
+        deadline = time.monotonic() + self._silence
+        while True:
+            try:
+                self._socket.send(msgspec.msgpack.encode(message))
+                return
+            except zmq.Again:
+                self._alive()
+                if time.monotonic() > deadline:
+                    raise EngineDead(f"the engine took no message for {self._silence:.0f} s") from None
 
     def close(self) -> None:
         """Close the connection; requests still open are cancelled by the engine when it next writes to us."""
-        for request in list(self._events):
-            self._socket.send(msgspec.msgpack.encode(Cancel(request)))
         self._socket.close(200)
         self._context.term()
-
-
-__all__ = ["Client", "EngineDead", "Server", "Tokens"]

@@ -1,0 +1,55 @@
+"""`kdtp engine`: the launcher of one engine, and its RPC address for clients."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from kdtp import log
+from kdtp.cli.flags import add_engine_flags, engine_config
+from kdtp.engine import rundir
+from kdtp.engine.plan import plan
+from kdtp.log import logger
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("engine", help="run coordinator and workers, print the RPC address")
+    add_engine_flags(parser)
+    parser.add_argument("--run-dir", type=Path, help="private folder for sockets (default: a new one)")
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input is closed")
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Run until told to end (SIGTERM, Ctrl-C, RPC shutdown: code 0) or broken (code 70)."""
+    log.setup("launcher")
+    config = plan(engine_config(chosen)).config
+    folder = rundir.check(chosen.run_dir.resolve()) if chosen.run_dir else rundir.create()
+    held = rundir.lock(folder)
+
+    def leave(number: int, frame: object) -> None:
+        rundir.remove(folder)
+        os._exit(0)
+
+    # Until there are children to look after, an end is just an end; importing torch takes a while.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+    from launcher.group import Group
+
+    place = ("--run-dir", str(folder))
+    lead = ("-m", "kdtp.engine.host", *place, "--config", json.dumps(config.mapping()))
+    ranks = config.tp if config.tp > 1 else 0  # a single rank lives in the coordinator's process
+    group = Group(lead, ("-m", "kdtp.engine.worker", *place), ranks, str(folder), logger.info)
+    group.start()
+    if chosen.end_with_stdin:
+        group.watch(sys.stdin.fileno())
+    print(f"rpc {rundir.endpoint(folder, 'rpc')}", flush=True)
+    code = group.run()
+    rundir.remove(folder)
+    os.close(held)
+    return code

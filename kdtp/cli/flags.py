@@ -1,0 +1,88 @@
+"""The engine's settings as command-line flags: flag before file before default, defaults from the config's fields."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from kdtp.config import DEVICES, DRAFTERS, DTYPES, ConfigError, DrafterConfig, EngineConfig, build
+
+_ENGINE = {
+    "model": "KDTR model file",
+    "tp": "number of ranks the model is split over",
+    "device": f"one of {', '.join(DEVICES)}",
+    "dtype": f"one of {', '.join(DTYPES)}",
+    "kv_tokens": "rows of KV cache per rank (0: automatic)",
+    "max_batch": "sequences per forward",
+    "prefill_chunk": "prompt tokens per sequence and forward",
+    "max_queue": "requests that may wait",
+    "step_timeout": "seconds a forward may take before the engine counts as hung",
+    "load_timeout": "seconds loading may take",
+    "stall_timeout": "seconds loading may stand still",
+    "ping_interval": "seconds of idleness before every rank is asked for a sign of life",
+}
+_DRAFTER = {
+    "name": ("drafter", f"one of {', '.join(DRAFTERS)}"),
+    "block": ("block", "tokens a round can commit: draft depth + 1"),
+    "budget": ("budget", "tree nodes per round, root not counted; 0 decodes plainly"),
+    "topk": ("topk", "candidates per depth"),
+    "shape": ("shape", "tree, or chain for the most likely path only"),
+    "hit": ("oracle-hit", "oracle: chance to know each depth, e.g. 0.9 or 1,0.8,0.6"),
+    "rank": ("oracle-rank", "oracle: the truth stands at a random rank below this"),
+    "seed": ("drafter-seed", "oracle: seed of its chances"),
+    "ngram_max": ("ngram-max", "ngram: longest match"),
+}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --config and a flag for every setting."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML or JSON; flags override them")
+    _add(parser, EngineConfig, {name: (name.replace("_", "-"), text) for name, text in _ENGINE.items()}, "engine")
+    _add(parser, DrafterConfig, _DRAFTER, "drafter")
+
+
+def _add(parser: argparse.ArgumentParser, cls: Any, flags: dict[str, tuple[str, str]], title: str) -> None:
+    group = parser.add_argument_group(title)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for name, (flag, text) in flags.items():
+        default = fields[name].default
+        kind = type(default) if isinstance(default, int | float) else (_floats if isinstance(default, tuple) else str)
+        shown = "" if default is dataclasses.MISSING else f" (default {_plain(default)})"
+        dest = f"{title}.{name}"
+        group.add_argument(f"--{flag}", dest=dest, type=kind, default=argparse.SUPPRESS, help=text + shown)
+
+
+def _plain(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def engine_config(chosen: argparse.Namespace) -> EngineConfig:
+    """The EngineConfig of parsed flags. ConfigError naming flag or file, key, value and what is legal."""
+    values = _file(chosen.config) if chosen.config else {}
+    drafter = dict(values.pop("drafter", {}))
+    for dest, value in vars(chosen).items():
+        title, _, name = dest.partition(".")
+        if name:
+            (values if title == "engine" else drafter)[name] = value
+    if "model" not in values:
+        raise ConfigError("model: is missing; give --model FILE")
+    return build(EngineConfig, {**values, "drafter": drafter}, str(chosen.config or "command line"))
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+        loaded = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path}: must be a table of settings")
+    return loaded

@@ -1,0 +1,79 @@
+"""What `kdtp generate` shows: a progress bar for loading and for tokens, the tokens as they come, and the figures."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kdtp.cli.check import Verdict
+from kdtp.engine.api import Completion
+from kdtp.types import Tokens
+
+_MB = 1e6
+
+
+class Screen:
+    """Progress bars on a terminal's stderr, plain lines elsewhere; tokens go to stdout, a line per round."""
+
+    def __init__(self, max_tokens: int, quiet: bool) -> None:
+        self._quiet = quiet
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[amount]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=quiet or not sys.stderr.isatty(),
+        )
+        self._load = self._bars.add_task("loading ", amount="")
+        self._tokens = self._bars.add_task("tokens  ", amount="", total=max_tokens, visible=False)
+        self._announced = quiet or sys.stderr.isatty()
+
+    def load(self, done: int, total: int) -> None:
+        """Bytes of weights loaded so far, over all ranks."""
+        self._bars.update(
+            self._load, completed=done, total=total or None, amount=f"{done / _MB:.1f}/{total / _MB:.1f} MB"
+        )
+        if total and done == total and not self._announced:
+            self._announced = True
+            print(f"loaded {total / _MB:.1f} MB", file=sys.stderr)
+
+    def tokens(self, index: int, message: Tokens) -> None:
+        """Tokens of one round."""
+        count = message.position + len(message.tokens)
+        self._bars.update(self._load, visible=False)
+        self._bars.update(self._tokens, completed=count, visible=True, amount=f"{count}")
+        if not self._quiet:
+            self._bars.console.file.flush()
+            print(f"{message.position:>6} +{len(message.tokens)}  {' '.join(map(str, message.tokens))}", flush=True)
+
+    def __enter__(self) -> Screen:
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bars.stop()
+
+
+def report(done: Completion, verdict: Verdict | None, method: str) -> None:
+    """The figures of a completion on stdout."""
+    usage = done.usage
+    print(
+        f"tokens    {usage.completion_tokens} after a prompt of {usage.prompt_tokens}; finished: {done.finish_reason}"
+    )
+    if usage.rounds:
+        per_round = usage.committed / usage.rounds
+        print(
+            f"rounds    {usage.rounds} (and {usage.forwards - usage.rounds} prefill); {per_round:.2f} tokens committed "
+            f"per round (root + {per_round - 1:.2f} accepted)"
+        )
+    if usage.drafted_by_depth:
+        pairs = zip(usage.accepted_by_depth, usage.drafted_by_depth, strict=True)
+        print("accepted  " + "  ".join(f"{d}: {a}/{n}" for d, (a, n) in enumerate(pairs, 1)) + "  (by depth)")
+    print("time      " + ", ".join(f"{stage} {ms:.2f}" for stage, ms in usage.timings_ms.items()) + " ms")
+    if verdict is not None:
+        print(verdict.line(method))
