@@ -396,4 +396,3 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 FromEngine = Tokens | Finished | Failed | Status
-
