@@ -1,0 +1,131 @@
+"""`kdtp inspect`: what is in a KDTR file, and whether it is whole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kdtp.config import ConfigError, ModelConfig
+from kdtp.model.weights.kdtr import KdtrError, Reader
+
+_WIDEST_VALUE = 100  # characters of a metadata value in the plain form; --json has all
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("inspect", help="print metadata and arrays of a KDTR file, and check its data")
+    parser.add_argument("file", type=Path, help="a KDTR file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Print the file. A damaged one is code 1 and one line on stderr; its table is printed if that much is sound."""
+    try:
+        with Reader(chosen.file) as reader:
+            faults = _faults(reader)
+            report = _report(reader, faults)
+    except (KdtrError, ConfigError, OSError) as error:
+        return _refuse(str(error))
+    print(json.dumps(report, indent=1, allow_nan=False) if chosen.json else "\n".join(_lines(report)))
+    return _refuse(next(iter(faults.values()))) if faults else 0
+
+
+def _refuse(text: str) -> int:
+    print(f"kdtp inspect: {_printable(text)}", file=sys.stderr)
+    return 1
+
+
+def _printable(text: str) -> str:
+    """Control characters escaped: a file's text must not move the cursor or forge a line."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _faults(reader: Reader) -> dict[str, str]:
+    """By name, what is wrong with the data of an array."""
+    faults = {}
+    for name in reader.entries:
+        try:
+            reader.array(name)
+        except KdtrError as error:
+            faults[name] = str(error)
+    return faults
+
+
+def _report(reader: Reader, faults: dict[str, str]) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "file": str(reader.path),
+        "bytes": reader.path.stat().st_size,
+        "metadata": {key: _plain(value) for key, value in reader.metadata.items()},
+        "arrays": [asdict(entry) | {"crc_ok": name not in faults} for name, entry in reader.entries.items()],
+    }
+    if reader.metadata.get("format") == "kdtp-model":
+        report["model"] = _model(reader)
+    return report
+
+
+def _plain(value: Any) -> Any:
+    """The value for JSON, which has no infinity and no NaN: those become strings."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _model(reader: Reader) -> dict[str, Any]:
+    config = ModelConfig.from_metadata(reader.metadata, str(reader.path))
+    sizes = {name: math.prod(entry.shape) for name, entry in reader.entries.items()}
+    row = config.num_hidden_layers * config.kv_row
+    return {
+        "parameters": sum(size for name, size in sizes.items() if not name.startswith("golden.")),
+        "layers": config.num_hidden_layers,
+        "dense_layers": config.first_k_dense_replace,
+        "legal_tp": config.legal_tp(),
+        "kv_bytes_per_token": {"float32": 4 * row, "bfloat16": 2 * row},
+        "golden_tokens": sizes.get("golden.tokens", 0),
+    }
+
+
+def _lines(report: dict[str, Any]) -> Iterable[str]:
+    arrays = report["arrays"]
+    counts = f"{report['bytes']} bytes, {len(report['metadata'])} values, {len(arrays)} arrays"
+    yield f"{_printable(report['file'])}: {counts}"
+    yield from _table("metadata", [(key, _short(value)) for key, value in report["metadata"].items()], "<<")
+    rows = [("name", "dtype", "shape", "bytes", "offset", "crc32", "data")]
+    for entry in arrays:
+        state = "ok" if entry["crc_ok"] else "DAMAGED"
+        form = (entry["name"], entry["dtype"], str(list(entry["shape"])))
+        rows.append((*form, str(entry["nbytes"]), str(entry["offset"]), f"{entry['crc32']:08x}", state))
+    yield from _table("arrays", rows, "<<<>>><")
+    if "model" in report:
+        yield from _table("model", _model_rows(report["model"]), "<<")
+
+
+def _short(value: Any) -> str:
+    text = _printable(repr(value))
+    return text if len(text) <= _WIDEST_VALUE else f"{text[:_WIDEST_VALUE]}… ({len(value)} in all)"
+
+
+def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+    kv = model["kv_bytes_per_token"]
+    return [
+        ("parameters", f"{model['parameters']:,}"),
+        ("layers", f"{model['layers']}, the first {model['dense_layers']} dense"),
+        ("legal --tp", " ".join(map(str, model["legal_tp"]))),
+        ("KV per token", f"{kv['float32']} bytes in float32, {kv['bfloat16']} in bfloat16, on every rank"),
+        ("golden tokens", str(model["golden_tokens"] or "none")),
+    ]
+
+
+def _table(title: str, rows: Sequence[tuple[str, ...]], align: str) -> Iterable[str]:
+    """Rows in columns as wide as their widest cell; `align`: "<" or ">" for each column."""
+    yield f"\n{title}"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, align, widths, strict=True)
+        yield "  " + "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
