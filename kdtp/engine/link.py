@@ -55,7 +55,7 @@ def tune(socket: zmq.Socket[bytes], max_frame: int = MAX_FRAME) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
     socket.setsockopt(zmq.SNDTIMEO, 0)
     socket.setsockopt(zmq.RCVTIMEO, 0)
-    if socket.socket_type == zmq.ROUTER:
+    if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     else:
         socket.setsockopt(zmq.IMMEDIATE, 1)

@@ -1,0 +1,285 @@
+"""Links and RPC over real sockets, with peers that behave badly."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from kdtp.config import EngineConfig
+from kdtp.engine import rundir
+from kdtp.engine.fleet import Fleet
+from kdtp.engine.handshake import Handshake
+from kdtp.engine.link import EngineFault, ZmqLink
+from kdtp.engine.rpc import Client, EngineDead, Server
+from kdtp.types import (
+    PROTOCOL_VERSION,
+    Failed,
+    Finished,
+    Hello,
+    Ids,
+    Progress,
+    Ready,
+    SamplingParams,
+    Shutdown,
+    Submit,
+    Tokens,
+    Usage,
+    Welcome,
+)
+from kdtp.version import __version__
+
+EPOCH = 99
+
+
+@pytest.fixture
+def folder():
+    path = rundir.create()
+    yield path
+    rundir.remove(path)
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as made:
+        yield made
+
+
+class Peer:
+    """A hand-driven worker."""
+
+    def __init__(self, context, folder, rank=0, identity=b"peer"):
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, identity)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(rundir.endpoint(folder, f"rank-{rank}"))
+
+    def say(self, *frames):
+        self.socket.send_multipart([f if isinstance(f, bytes) else msgspec.msgpack.encode(f) for f in frames])
+
+    def hear(self, kind):
+        assert self.socket.poll(5000), "nothing came"
+        return msgspec.msgpack.decode(self.socket.recv(), type=kind)
+
+
+def hello(rank=0, **changes):
+    values = {"protocol": PROTOCOL_VERSION, "version": __version__, "rank": rank, "world_size": 1, "pid": os.getpid()}
+    return Hello(**{**values, **changes})
+
+
+def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.005)
+
+
+def ready_fleet(context, folder, **settings):
+    config = EngineConfig("fake", tp=1, **settings)
+    link = ZmqLink(context, folder, 0)
+    fleet = Fleet([link], EPOCH, config.step_timeout)
+    handshake = Handshake(fleet, config, os.getpid())
+    peer = Peer(context, folder)
+    peer.say(hello())
+    assert not handshake.advance(2.0)
+    welcome = peer.hear(Welcome)
+    peer.say(Progress(EPOCH, 0, 5, 10))
+    peer.say(Ready(EPOCH, 0, welcome.config_hash, "model"))
+    until(lambda: handshake.advance(0.1))
+    assert handshake.loaded == (5, 10)
+    return fleet, link, peer
+
+
+def answer(peer, *messages):
+    """Answers waiting before the question: the coordinator's step reads them after it has sent."""
+    for message in messages:
+        peer.say(*(message if isinstance(message, tuple) else (message,)))
+
+
+def test_a_step_survives_garbage_strangers_and_stale_frames(context, folder):
+    fleet, link, peer = ready_fleet(context, folder)
+    stranger = Peer(context, folder, identity=b"stranger")
+    for frames in ([b"\xc1garbage"], [b""], [b"a", b"b", b"c"], [Ids(EPOCH, 1, 0, ())], [hello()]):
+        stranger.say(*frames)
+    until(lambda: link.socket.poll(1000))
+    stale = [Ids(EPOCH + 1, 1, 0, ()), Ids(EPOCH, 0, 0, ()), Ids(EPOCH, 2, 0, ()), Ids(EPOCH, 1, 1, ()), hello()]
+    garbage = [(b"\xc1",), (b"x", b"y", b"z"), (msgspec.msgpack.encode({"type": "Ids", "epoch": -1}),)]
+    answer(peer, *garbage, *stale, Ids(EPOCH, 1, 0, ()))
+    assert fleet.forward([]) == ((), None)
+    assert stranger.hear(Shutdown).reason == "rank 0 is already attached"
+    dropped = fleet.dropped()
+    assert dropped["malformed"] == 6 and dropped["stranger"] == 2 and dropped["stale"] == len(stale), dropped
+
+
+def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(context, folder):
+    fleet, link, peer = ready_fleet(context, folder)
+    link.socket.setsockopt(zmq.MAXMSGSIZE, 1000)  # for connections made from here on
+    stranger = Peer(context, folder, identity=b"stranger")
+    stranger.say(b"x" * 100_000)
+    answer(peer, Ids(EPOCH, 1, 0, ()))
+    assert fleet.forward([]) == ((), None)
+
+
+def test_silence_is_a_fault_at_the_deadline(context, folder):
+    fleet, _, _ = ready_fleet(context, folder, step_timeout=0.2)
+    with pytest.raises(EngineFault, match="step 1 not answered in time by rank 0"):
+        fleet.forward([])
+
+
+def test_a_dead_process_is_a_fault_at_once(context, folder):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    link = ZmqLink(context, folder, 0)
+    fleet = Fleet([link], EPOCH, 30.0)
+    peer = Peer(context, folder)
+    peer.say(hello(pid=child))
+    handshake = Handshake(fleet, EngineConfig("fake"), os.getpid())
+    assert not handshake.advance(2.0)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    with pytest.raises(EngineFault, match=rf"rank 0 \(pid {child}\) ended"):
+        handshake.advance(5.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": "0.0.0"}, ["version 0.0.0", __version__]),
+        ({"protocol": 77}, ["protocol 77"]),
+        ({"world_size": 3}, ["world size 3", "wanted is 1"]),
+    ],
+)
+def test_a_rank_of_another_make_is_refused_by_name(context, folder, changes, words):
+    fleet = Fleet([ZmqLink(context, folder, 0)], EPOCH, 1.0)
+    handshake = Handshake(fleet, EngineConfig("fake"), os.getpid())
+    peer = Peer(context, folder)
+    peer.say(hello(**changes))
+    with pytest.raises(EngineFault) as caught:
+        handshake.advance(5.0)
+    assert all(word in str(caught.value) for word in words)
+    assert peer.hear(Shutdown).reason == str(caught.value)
+
+
+def test_a_rank_with_another_model_is_refused(context, folder):
+    links = [ZmqLink(context, folder, rank) for rank in (0, 1)]
+    fleet = Fleet(links, EPOCH, 1.0)
+    handshake = Handshake(fleet, EngineConfig("fake", tp=2), os.getpid())
+    peers = [Peer(context, folder, rank, f"p{rank}".encode()) for rank in (0, 1)]
+    for rank, peer in enumerate(peers):
+        peer.say(hello(rank, world_size=2))
+    until(lambda: not handshake.advance(0.05) and all(link.hello for link in links))
+    for rank, peer in enumerate(peers):
+        peer.say(Ready(EPOCH, rank, peer.hear(Welcome).config_hash, f"model{rank}"))
+    with pytest.raises(EngineFault, match="model hash"):
+        until(lambda: handshake.advance(0.1))
+
+
+def test_loading_has_deadlines(context, folder):
+    for settings, words in (({"load_timeout": 0.1}, "load_timeout"), ({"stall_timeout": 0.1}, "no progress")):
+        handshake = Handshake(Fleet([], EPOCH, 1.0), EngineConfig("fake", tp=1, **settings), os.getpid())
+        with pytest.raises(EngineFault, match=words):
+            until(lambda handshake=handshake: handshake.advance(0.05))
+
+
+# ---------------------------------------------------------------- rpc
+
+
+def test_rpc_drops_garbage_and_names_the_request_that_was_wrong(context, folder):
+    server = Server(context, rundir.endpoint(folder, "rpc"))
+    raw = context.socket(zmq.DEALER)
+    raw.setsockopt(zmq.LINGER, 0)
+    raw.connect(rundir.endpoint(folder, "rpc"))
+    bad = {"type": "Submit", "request": 5, "prompt": [1], "params": {"top_p": 7.0}}
+    for frames in (
+        [b"\xc1"],
+        [b"a", b"b"],
+        [msgspec.msgpack.encode(bad)],
+        [b"\xdd\xff\xff\xff\xff"],
+        [b"\x91" * 200_000],
+    ):
+        raw.send_multipart(frames)
+    assert server.socket.poll(5000)
+    until(lambda: not list(server.receive()) and server.dropped["malformed_rpc"] == 5)
+    replies = [msgspec.msgpack.decode(raw.recv(), type=Failed) for _ in range(5) if raw.poll(5000)]
+    assert [r.code for r in replies] == ["invalid"] * 5
+    assert [r.request for r in replies] == [None, None, 5, None, None]
+    assert "top_p = 7.0: must be above 0, at most 1" in replies[2].message
+    server.close(0)
+    raw.close()
+
+
+def test_client_sorts_events_by_request(context, folder):
+    server = Server(context, rundir.endpoint(folder, "rpc"))
+    client = Client(rundir.endpoint(folder, "rpc"))
+    first, second = (client.submit((1,), SamplingParams()) for _ in range(2))
+    got = []
+    until(lambda: got.extend(server.receive()) or len(got) == 2)
+    who = got[0][0]
+    assert isinstance(got[0][1], Submit) and got[0][1].request == first
+    for label, tokens in ((second, (7,)), (first, (8, 9)), (second, (6,))):
+        assert server.send(who, Tokens(label, 0, tokens))
+    for label in (first, second):
+        server.send(who, Finished(label, "stop", Usage()))
+    assert [m.tokens for m, _ in client.events(first) if isinstance(m, Tokens)] == [(8, 9)]
+    assert [m.tokens for m, _ in client.events(second) if isinstance(m, Tokens)] == [(7,), (6,)]
+    client.close()
+    server.close(0)
+
+
+def test_client_of_a_silent_engine_gives_up(context, folder):
+    server = Server(context, rundir.endpoint(folder, "rpc"))
+    client = Client(rundir.endpoint(folder, "rpc"), silence=0.5)
+    request = client.submit((1,), SamplingParams())
+    with pytest.raises(EngineDead, match="no sign of life"):
+        list(client.events(request))
+    client.close()
+    server.close(0)
+
+
+def test_a_client_that_left_is_noticed_on_the_next_message(context, folder):
+    server = Server(context, rundir.endpoint(folder, "rpc"))
+    client = Client(rundir.endpoint(folder, "rpc"))
+    client.submit((1,), SamplingParams())
+    got = []
+    until(lambda: got.extend(server.receive()) or got)
+    client.close()
+    until(lambda: not server.send(got[0][0], Tokens(1, 0, (1,))))
+    assert server.dropped["unreachable_client"] == 1
+    server.close(0)
+
+
+# ---------------------------------------------------------------- run folder
+
+
+def test_run_folder_is_private_and_held_by_one(folder):
+    assert folder.stat().st_mode & 0o777 == 0o700
+    held = rundir.lock(folder)
+    with pytest.raises(ValueError, match="another engine runs in it"):
+        rundir.lock(folder)
+    os.close(held)
+    folder.chmod(0o755)
+    with pytest.raises(ValueError, match="chmod 700"):
+        rundir.check(folder)
+    folder.chmod(0o700)
+    with pytest.raises(ValueError, match="not a folder"):
+        rundir.check(folder / "missing")
+    deep = folder / ("x" * 100)
+    deep.mkdir(mode=0o700)
+    with pytest.raises(ValueError, match="107 characters"):
+        rundir.check(deep)
+
+
+def test_folders_of_killed_engines_are_swept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    dead, held, young = (rundir.create() for _ in range(3))
+    lock = rundir.lock(held)
+    for path in (dead, held):
+        os.utime(path, (1, 1))
+    fresh = rundir.create()
+    assert sorted(tmp_path.iterdir()) == sorted([held, young, fresh])
+    os.close(lock)
