@@ -87,9 +87,10 @@ def candidates(proposal: Proposal | None) -> list[list[Candidate]]:
 def trie_candidates(trie: Trie) -> list[list[Candidate]]:
     """Each trie node's children, sorted into rank order."""
     table: list[list[Candidate]] = [[] for _ in range(len(trie.tokens) + 1)]
-    for i, (token, parent, lp) in enumerate(zip(trie.tokens, trie.parents, trie.lp, strict=True)):
+    scores = np.asarray(trie.lp, np.float64).astype(np.float32)
+    for i, (token, parent, lp) in enumerate(zip(trie.tokens, trie.parents, scores, strict=True)):
         if np.isfinite(lp):
-            table[parent].append(Candidate(np.float32(min(lp, 0.0)), token, i + 1))
+            table[parent].append(Candidate(min(lp, np.float32(0)), token, i + 1))
     return [sorted(siblings, key=lambda c: (-c.lp, c.token)) for siblings in table]
 
 
@@ -107,7 +108,10 @@ def chain(proposal: Proposal | None, root: int, budget: int, max_depth: int) -> 
 
 
 def grow(table: Sequence[Sequence[Candidate]], root: int, budget: int, max_depth: int) -> Tree:
-    """Pop the best candidate `budget` times; a pop admits the next sibling and the first child."""
+    """Pop the best candidate `budget` times; a pop admits the next sibling and the first child.
+
+    A score that overflows to -inf is never taken, as a log-probability of -inf is not.
+    """
     tokens, parents = [root], [ROOT]
     heap: list[tuple[float, int, int, int, np.float32, int]] = []
 
@@ -115,7 +119,8 @@ def grow(table: Sequence[Sequence[Candidate]], root: int, budget: int, max_depth
         # `score` and `state` are the parent's. Parent and rank are unique, so the rest of an entry is never compared.
         if depth <= max_depth and rank < len(table[state]):
             total = score + table[state][rank].lp
-            heapq.heappush(heap, (-float(total), depth, parent, rank, score, state))
+            if np.isfinite(total):
+                heapq.heappush(heap, (-float(total), depth, parent, rank, score, state))
 
     admit(np.float32(0), 1, 0, 0, 0)
     while heap and len(tokens) <= budget:
