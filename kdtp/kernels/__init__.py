@@ -1,0 +1,39 @@
+"""The ops of the engine: one function each, chosen by the device of its tensors.
+
+Every op has a torch form for CPU tensors; there is no CUDA form yet, so a tensor on another device is an error.
+
+Row invariance, bit for bit: what an op gives for a row depends on that row alone (and on its visible KV rows), never
+on which or how many rows share the call. The modules say how each op keeps that.
+"""
+
+from kdtp.kernels.act import silu_mul
+from kdtp.kernels.cache import kv_move, kv_write
+from kdtp.kernels.embedding import embedding
+from kdtp.kernels.linear import TILE, linear, linear_heads
+from kdtp.kernels.mla import BLOCK, Keys, mla_tree, plan_keys
+from kdtp.kernels.moe import moe
+from kdtp.kernels.norm import add_rms_norm, rms_norm
+from kdtp.kernels.rope import rope
+from kdtp.kernels.router import Routing, router
+from kdtp.kernels.topk import topk_logsumexp
+
+__all__ = [
+    "BLOCK",
+    "TILE",
+    "Keys",
+    "Routing",
+    "add_rms_norm",
+    "embedding",
+    "kv_move",
+    "kv_write",
+    "linear",
+    "linear_heads",
+    "mla_tree",
+    "moe",
+    "plan_keys",
+    "rms_norm",
+    "rope",
+    "router",
+    "silu_mul",
+    "topk_logsumexp",
+]

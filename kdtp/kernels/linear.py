@@ -1,0 +1,48 @@
+"""Matrix products of a few rows, in tiles of fixed height."""
+
+from __future__ import annotations
+
+import torch
+
+from kdtp.kernels.check import FLOATS, check
+
+# A BLAS picks its kernel, and with it the order of summation, by the shape of the product. So every product is done
+# at one height: the last tile is filled up with zero rows. Rows of a tile do not influence each other.
+TILE = 8
+
+
+def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x @ w.
+
+    x [M, in], w [in, out], float32 or bfloat16 alike -> [M, out] of that dtype. Raises as kernels.check.
+    """
+    check("linear", "x", x, FLOATS, None, w.shape[0])
+    check("linear", "w", w, (x.dtype,), None, None)
+    if x.shape[0] == TILE:
+        return torch.mm(x, w)
+    tiles = whole_tiles(x)
+    out = torch.empty(tiles.shape[0], TILE, w.shape[1], dtype=x.dtype)
+    for tile, part in zip(tiles.unbind(), out.unbind(), strict=True):
+        torch.mm(tile, w, out=part)
+    return out.view(-1, w.shape[1])[: x.shape[0]]
+
+
+def linear_heads(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x[:, i] @ w[i] for each head i.
+
+    x [M, h, in] (rows of a head may be strided), w [h, in, out] -> [M, h, out]. Raises as kernels.check.
+    """
+    check("linear_heads", "x", x, FLOATS, None, w.shape[0], w.shape[1])
+    check("linear_heads", "w", w, (x.dtype,), None, None, None)
+    if x.shape[0] == TILE:
+        return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
+    tiles = [torch.bmm(tile.transpose(0, 1), w) for tile in whole_tiles(x).unbind()]
+    return torch.cat(tiles, 1).transpose(0, 1)[: x.shape[0]]
+
+
+def whole_tiles(x: torch.Tensor) -> torch.Tensor:
+    """x [M, ...] cut into tiles [ceil(M / 8), 8, ...], the last one filled up with zeros."""
+    short = -x.shape[0] % TILE
+    if short:
+        x = torch.cat([x, x.new_zeros(short, *x.shape[1:])])
+    return x.view(-1, TILE, *x.shape[1:])

@@ -1,0 +1,68 @@
+"""Paged latent KV rows of one rank, and which page belongs to which sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from kdtp import kernels
+from kdtp.config import ModelConfig
+from kdtp.types import PAGE_ROWS
+
+
+class PagedCache:
+    """kv [layers, pages * 64, kv_row]; a sequence's row i lies in page i // 64 of its append-only table.
+
+    Latent rows are the same on every rank, so one page map, the coordinator's, is true for all; it is checked here.
+    RuntimeError for a page that does not exist or is another's, a row beyond the table, an unknown sequence.
+    poison: rows without content are NaN, so that reading one shows.
+    """
+
+    def __init__(self, config: ModelConfig, pages: int, dtype: torch.dtype, poison: bool = False) -> None:
+        self.pages = pages
+        self.kv = torch.zeros(config.num_hidden_layers, pages * PAGE_ROWS, config.kv_row, dtype=dtype)
+        self._poison = poison
+        self._owner: dict[int, int] = {}
+        self._lines: dict[int, torch.Tensor] = {}  # per sequence, the cache row of each of its rows
+        if poison:
+            self.kv.fill_(torch.nan)
+
+    def append(self, seq: int, pages: Sequence[int]) -> None:
+        """Append pages to the table of `seq`, which is opened by its first call."""
+        for i, page in enumerate(pages):
+            if not 0 <= page < self.pages:
+                raise RuntimeError(f"sequence {seq}: page {page} is not one of 0..{self.pages - 1}")
+            owner = seq if page in pages[:i] else self._owner.get(page)
+            if owner is not None:
+                raise RuntimeError(f"sequence {seq}: page {page} already belongs to sequence {owner}")
+        self._owner |= dict.fromkeys(pages, seq)
+        new = [torch.arange(page * PAGE_ROWS, (page + 1) * PAGE_ROWS) for page in pages]
+        self._lines[seq] = torch.cat([self._lines.get(seq, torch.empty(0, dtype=torch.int64)), *new])
+
+    def line(self, seq: int, count: int) -> torch.Tensor:
+        """The cache row of each of the first `count` rows of `seq`, int64 [count]."""
+        line = self._lines.get(seq)
+        if line is None:
+            raise RuntimeError(f"sequence {seq} has no page table")
+        if count > len(line):
+            raise RuntimeError(f"sequence {seq}: row {count - 1} lies beyond its {len(line)} rows")
+        return line[:count]
+
+    def move(self, seq: int, start: int, kept: Sequence[int]) -> None:
+        """Rows start + kept[k] become rows start + k in all layers; the rows behind them have no content any more."""
+        line = self.line(seq, start + kept[-1] + 1)
+        far = [k for k, row in enumerate(kept) if row != k]
+        if far:
+            kernels.kv_move(self.kv, line[[start + kept[k] for k in far]], line[[start + k for k in far]])
+        if self._poison:
+            self.kv[:, self._lines[seq][start + len(kept) :]] = torch.nan
+
+    def release(self, seqs: Iterable[int]) -> None:
+        """Forget sequences; their pages are free."""
+        for seq in seqs:
+            line = self.line(seq, 0)
+            if self._poison:
+                self.kv[:, self._lines[seq]] = torch.nan
+            del line, self._lines[seq]
+            self._owner = {page: owner for page, owner in self._owner.items() if owner != seq}

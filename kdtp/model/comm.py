@@ -1,0 +1,84 @@
+"""Collectives between the ranks of a model: an object handed to constructors, the same calls for one rank or many."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Comm(Protocol):
+    """The ranks that share one model. Every rank calls the same collectives in the same order with equal shapes."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over the ranks: added in rank order, so equal on all of them, bit for bit."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x of every rank, [size, *x.shape]."""
+        ...
+
+
+class Solo:
+    """One rank."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """x itself."""
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x, with a leading dimension of 1."""
+        return x[None]
+
+
+class Gloo:
+    """CPU processes over torch.distributed's gloo, in its default group, which must be initialised.
+
+    A peer that is gone or late raises RuntimeError.
+    """
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As Comm."""
+        return sum_in_order(self.all_gather(x))
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As Comm. x: a CPU tensor of any dtype."""
+        if x.device.type != "cpu":
+            raise NotImplementedError(f"gloo: a tensor on {x.device}: only CPU tensors")
+        parts = torch.empty(self.size, *x.shape, dtype=x.dtype)
+        if x.numel():
+            # As bytes: gloo knows few dtypes, and copies all alike.
+            dist.all_gather_into_tensor(parts.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8))
+        return parts
+
+
+def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
+    """The sum of parts [size, ...], first to last, in float32 for bfloat16: never in an order of gloo's own."""
+    total = parts[0] if parts.dtype != torch.bfloat16 else parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
+
+
+def connect(rank: int, size: int, timeout: float) -> Comm:
+    """Join the ranks of a model; every rank calls this once. timeout: seconds for this and each later collective.
+
+    Finds the others by MASTER_ADDR and MASTER_PORT, which the launcher and torchrun set. Raises RuntimeError
+    (torch's DistStoreError or DistNetworkError) when they do not come.
+    """
+    if size == 1:
+        return Solo()
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    return Gloo()

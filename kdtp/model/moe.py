@@ -1,0 +1,47 @@
+"""Mixture of experts: router, routed experts, shared expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kdtp import kernels
+from kdtp.config import ModelConfig
+from kdtp.kernels import Routing
+from kdtp.model.layers import Mlp
+
+
+def routing(config: ModelConfig) -> Routing:
+    """How tokens of this model choose experts."""
+    grouped = config.topk_method != "greedy"
+    return Routing(
+        topk=config.num_experts_per_tok,
+        scoring_func=config.scoring_func,
+        n_group=config.n_group if grouped else 1,
+        topk_group=config.topk_group if grouped else 1,
+        norm_topk_prob=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
+
+
+@dataclass(frozen=True)
+class Moe:
+    """w_router float32 [H, E], bias float32 [E] or None; w_gate_up [E, H, 2 * I], w_down [E, I, H], I cut over ranks.
+
+    Every rank routes for itself, and alike. The shared expert is added unweighted.
+    """
+
+    routing: Routing
+    w_router: torch.Tensor
+    bias: torch.Tensor | None
+    w_gate_up: torch.Tensor
+    w_down: torch.Tensor
+    shared: Mlp | None
+
+    def __call__(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """x [M', H], of which `count` rows are no padding -> this rank's partial sum [M', H]."""
+        logits = kernels.linear(x.float(), self.w_router)[:count]
+        ids, weights = kernels.router(logits, self.bias, self.routing)
+        out = kernels.moe(x, ids, weights, self.w_gate_up, self.w_down)
+        return out if self.shared is None else out + self.shared(x)

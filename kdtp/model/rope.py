@@ -1,0 +1,57 @@
+"""Angles of the rotary embedding, with YaRN's context extension."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kdtp.config import ModelConfig, YarnConfig
+
+
+def tables(config: ModelConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin for kernels.rope at positions 0 .. positions - 1: float32 [positions, 1, rope], made in float64.
+
+    One table for all forwards: what a position gets cannot depend on its neighbours.
+    """
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * inverse_frequencies(config)
+    cos, sin = (angles.cos() * _amplitude(config)).float(), (angles.sin() * _amplitude(config)).float()
+    return torch.cat([cos, cos], 1).unsqueeze(1), torch.cat([-sin, sin], 1).unsqueeze(1)
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """What attention scores are multiplied by: (nope + rope)^-1/2, times m(factor, mscale_all_dim)^2 with YaRN."""
+    scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
+    yarn = config.rope_scaling
+    return scale if yarn is None else scale * _mscale(yarn.factor, yarn.mscale_all_dim) ** 2
+
+
+def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+    """Radians per position of each pair, float64 [rope / 2]. YaRN: arXiv 2309.00071, as modeling_deepseek_v3."""
+    dim, yarn = config.qk_rope_head_dim, config.rope_scaling
+    pairs = torch.arange(dim // 2, dtype=torch.float64)
+    frequencies = config.rope_theta ** (-2 * pairs / dim)
+    if yarn is None:
+        return frequencies
+    low = max(math.floor(_pair(config, yarn, yarn.beta_fast)), 0)
+    high: float = min(math.ceil(_pair(config, yarn, yarn.beta_slow)), dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((pairs - low) / (high - low)).clamp(0, 1)
+    return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
+
+
+def _pair(config: ModelConfig, yarn: YarnConfig, rotations: float) -> float:
+    """The fractional pair that turns `rotations` times within the original context."""
+    turns = yarn.original_max_position_embeddings / (2 * math.pi * rotations)
+    return config.qk_rope_head_dim * math.log(turns) / (2 * math.log(config.rope_theta))
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+def _amplitude(config: ModelConfig) -> float:
+    """What cos and sin are multiplied by; 1 for every published model."""
+    yarn = config.rope_scaling
+    return 1.0 if yarn is None else _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
