@@ -227,6 +227,7 @@ DEVICES = ("cpu", "cuda")
 class EngineConfig:
     """How one engine runs: model file, ranks, sizes, deadlines.
 
+    threads: CPU threads per rank; 0 shares the machine's cores among the ranks.
     kv_tokens: rows of KV cache per rank, rounded up to whole pages; 0 takes 8 sequences of the model's longest
     context, at most 65536. max_batch: sequences per forward. prefill_chunk: prompt tokens per sequence and forward.
     max_queue: requests waiting before new ones are refused. Times in seconds: step_timeout is the least deadline of
@@ -238,6 +239,7 @@ class EngineConfig:
     tp: int = 1
     device: str = "cpu"
     dtype: str = "float32"
+    threads: int = 0
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     kv_tokens: int = 0
     max_batch: int = 8
@@ -253,6 +255,7 @@ class EngineConfig:
         _want(1 <= self.tp <= 1024, "tp", self.tp, "1..1024")
         _want(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         _want(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        _want(0 <= self.threads <= 1024, "threads", self.threads, "0 (automatic) or a count")
         _want(0 <= self.kv_tokens <= 1 << 30, "kv_tokens", self.kv_tokens, "0 (automatic) or a count of rows")
         _want(1 <= self.max_batch <= 1024, "max_batch", self.max_batch, "1..1024")
         _want(1 <= self.prefill_chunk <= 1 << 16, "prefill_chunk", self.prefill_chunk, "1..65536")

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 
+LEVELS = ("debug", "info", "warning", "error")
 logger = logging.getLogger("kdtp")
 
 

@@ -91,19 +91,24 @@ class Group:
     def run(self) -> int:
         """Wait for the end, see to it that nothing is left, and return the exit code: 0 for an orderly end."""
         self._wait(None, lambda: bool(self._ends) or self._signal is not None)
-        if self._signal is not None and not self._ends:
-            self._say(f"{signal.Signals(self._signal).name}: ending")
-            self._signal_all([LEAD], signal.SIGTERM)
-            self._wait(_LEAVE, lambda: LEAD not in self._pids)
-        elif self._signal is None:
-            self._wait(_TELL, lambda: LEAD not in self._pids)  # time to tell its clients
-        orderly = self._signal is not None or End(LEAD, 0, 0) in [End(e.rank, 0, e.code) for e in self._ends]
-        if orderly:
+        if self._signal is not None:
+            return self._end()
+        self._wait(_TELL, lambda: LEAD not in self._pids)  # a rank has ended: the lead must tell its clients
+        if self._lead_code() == 0:
             self._wait(_LEAVE, lambda: not self._pids)
         else:
             self._dump()
         self._kill()
-        return 0 if orderly else self._code()
+        return self._code()
+
+    def _end(self) -> int:
+        """An orderly end, the lead first: it has clients to tell."""
+        self._signal_all([LEAD], signal.SIGTERM)
+        self._wait(_LEAVE, lambda: LEAD not in self._pids)
+        self._signal_all(sorted(self._pids), signal.SIGTERM)
+        self._wait(_DUMP, lambda: not self._pids)
+        self._kill()
+        return 0
 
     def _dump(self) -> None:
         """Say what ended first, and let those still there write their stacks to the log."""
@@ -113,9 +118,12 @@ class Group:
             self._signal_all(sorted(self._pids), number)
         self._wait(_DUMP, lambda: not self._pids)
 
+    def _lead_code(self) -> int | None:
+        return next((end.code for end in self._ends if end.rank == LEAD), None)
+
     def _code(self) -> int:
-        lead = next((end.code for end in self._ends if end.rank == LEAD), 0)
-        return lead if lead > 0 else 1
+        code = self._lead_code()
+        return code if code is not None and code >= 0 else 1
 
     def _wait(self, seconds: float | None, done: Callable[[], bool]) -> None:
         """Note the ends of processes until `done` or for `seconds`."""

@@ -22,12 +22,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_engine_flags(parser)
     parser.add_argument("--run-dir", type=Path, help="private folder for sockets (default: a new one)")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input is closed")
+    parser.add_argument("--log-level", default="info", choices=log.LEVELS)
     parser.set_defaults(run=run)
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Run until told to end (SIGTERM, Ctrl-C, RPC shutdown: code 0) or broken (code 70)."""
-    log.setup("launcher")
+    log.setup("launcher", chosen.log_level)
     config = plan(engine_config(chosen)).config
     folder = rundir.check(chosen.run_dir.resolve()) if chosen.run_dir else rundir.create()
     held = rundir.lock(folder)
@@ -41,10 +42,10 @@ def run(chosen: argparse.Namespace) -> int:
         signal.signal(number, leave)
     from launcher.group import Group
 
-    place = ("--run-dir", str(folder))
+    place = ("--run-dir", str(folder), "--log-level", chosen.log_level)
     lead = ("-m", "kdtp.engine.host", *place, "--config", json.dumps(config.mapping()))
     ranks = config.tp if config.tp > 1 else 0  # a single rank lives in the coordinator's process
-    group = Group(lead, ("-m", "kdtp.engine.worker", *place), ranks, str(folder), logger.info)
+    group = Group(lead, ("-m", "kdtp.engine.worker", *place), ranks, str(folder), logger.warning)
     group.start()
     if chosen.end_with_stdin:
         group.watch(sys.stdin.fileno())

@@ -213,7 +213,10 @@ class _Group:
         settings.write_text(json.dumps(plan.config.mapping()))
         command = [sys.executable, "-m", "kdtp", "engine", "--config", str(settings), "--run-dir", str(self._folder)]
         self._process = subprocess.Popen(
-            [*command, "--end-with-stdin"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+            [*command, "--end-with-stdin", "--log-level", "warning"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
         )
         self._client = Client(rundir.endpoint(self._folder, "rpc"), self._alive)
         try:

@@ -105,7 +105,7 @@ class Worker:
         config = build(EngineConfig, welcome.config, "welcome")
         self._epoch = welcome.epoch
         self.coordinator_pid = welcome.coordinator_pid
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // self.size))
         # The coordinator's deadline must pass first, so that it names the rank that hangs.
         comm = self._connect(max(60.0, 4 * config.step_timeout))
         pages = config.kv_tokens // PAGE_ROWS
@@ -224,12 +224,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The process of one rank, under the launcher or torchrun: python -m kdtp.engine.worker --run-dir DIR."""
     parser = argparse.ArgumentParser(prog="kdtp.engine.worker", description=main.__doc__)
     parser.add_argument("--run-dir", required=True, type=Path, help="the coordinator's run folder")
-    folder = rundir.check(parser.parse_args(arguments).run_dir)
+    parser.add_argument("--log-level", default="info", choices=log.LEVELS)
+    chosen = parser.parse_args(arguments)
+    folder = rundir.check(chosen.run_dir)
     rank, size = _environment("RANK"), _environment("WORLD_SIZE")
     guard.end_with_parent()
     guard.dump_stacks_on_signal()
     guard.exit_on_any_exception()
-    log.setup(f"worker tp={rank}")
+    log.setup(f"worker tp={rank}", chosen.log_level)
     socket = Socket(folder, rank)
     worker = Worker(rank, size, socket.emit, lambda timeout: comms.connect(rank, size, timeout))
     try:
