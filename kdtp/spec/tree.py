@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -21,14 +21,14 @@ from kdtp.types import ROOT, Marginals, Proposal, Tree, Trie
 
 
 class _Ranked(NamedTuple):
-    """The candidates below one node, best first: lp finite and at most 0, `below` what follows each of them."""
+    """The candidates below one node, best first: lp finite and at most 0, `below` the state that each leads to."""
 
     lp: list[float]
     ids: list[int]
-    below: list[_Ranked]
+    below: list[int]
 
 
-_LEAF = _Ranked([], [], [])
+_States = Callable[[int], _Ranked]  # what follows in a state: a depth of Marginals, a node of a Trie; 0 is the root's
 
 
 def build(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
@@ -37,83 +37,67 @@ def build(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
     A candidate whose log-probability or score is not finite is never taken; a depth of Marginals that holds a NaN or
     +inf is unusable, and all deeper ones. The result may be the root alone, which is legal everywhere.
     """
-    return _best_first(_ranked(proposal, max_depth), root, budget)
+    return _best_first(_states(proposal, None), root, budget, max_depth)
 
 
 def chain(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
     """The most likely path alone: `build` with one candidate below each node."""
-    return _best_first(_ranked(proposal, max_depth, width=1), root, budget)
+    return _best_first(_states(proposal, 1), root, budget, max_depth)
 
 
-def _best_first(first: _Ranked, root: int, budget: int) -> Tree:
+def _best_first(states: _States, root: int, budget: int, max_depth: int) -> Tree:
     tokens, parents, scores = [root], [ROOT], [0.0]
     heap: list[tuple[float, int, int, int, _Ranked]] = []  # its tuples sort in the total order
 
     def push(depth: int, parent: int, rank: int, group: _Ranked) -> None:
-        if rank < len(group.lp):
+        if depth <= max_depth and rank < len(group.lp):
             # Rounding the double sum of two float32 to float32 is the float32 sum.
             score = ctypes.c_float(scores[parent] + group.lp[rank]).value
             if score > -math.inf:
                 heappush(heap, (-score, depth, parent, rank, group))
 
-    push(1, 0, 0, first)
+    push(1, 0, 0, states(0))
     while heap and len(tokens) <= budget:
         cost, depth, parent, rank, group = heappop(heap)
         tokens.append(group.ids[rank])
         parents.append(parent)
         scores.append(-cost)
         push(depth, parent, rank + 1, group)
-        push(depth + 1, len(tokens) - 1, 0, group.below[rank])
+        push(depth + 1, len(tokens) - 1, 0, states(group.below[rank]))
     return Tree(tuple(tokens), tuple(parents))
 
 
-def _ranked(proposal: Proposal, max_depth: int, width: int | None = None) -> _Ranked:
-    depth = max(max_depth, 0)
-    return (
-        _of_marginals(proposal, depth, width) if isinstance(proposal, Marginals) else _of_trie(proposal, depth, width)
-    )
+def _states(proposal: Proposal, width: int | None) -> _States:
+    return _of_marginals(proposal, width) if isinstance(proposal, Marginals) else _of_trie(proposal, width)
 
 
-def _of_marginals(proposal: Marginals, max_depth: int, width: int | None) -> _Ranked:
-    usable: list[tuple[list[float], list[int]]] = []
-    for row, ids in zip(proposal.lp[:max_depth].tolist(), proposal.ids[:max_depth].tolist(), strict=True):
-        if not _sound(row):
-            break
-        lp = [min(x, 0.0) for x in row if x > -math.inf]
-        assert lp == sorted(lp, reverse=True), f"depth {len(usable) + 1}: candidates not in order: {row}"
-        assert len(set(ids[: len(lp)])) == len(lp), f"depth {len(usable) + 1}: a token twice in {ids}"
-        usable.append((lp[:width], ids))
-    group = _LEAF
-    for lp, ids in reversed(usable):
-        group = _Ranked(lp, ids, [group] * len(lp))
-    return group
+def _of_marginals(proposal: Marginals, width: int | None) -> _States:
+    table: list[_Ranked] = []
+    for row, ids in zip(proposal.lp.tolist(), proposal.ids.tolist(), strict=True):
+        if not sum(row) < math.inf:
+            break  # a NaN or +inf: the sum of other float32 values, taken as doubles, is finite or -inf
+        lp = [x if x < 0.0 else 0.0 for x in row if x > -math.inf]
+        assert lp == sorted(lp, reverse=True), f"depth {len(table) + 1}: candidates not in order: {row}"
+        assert len(set(ids[: len(lp)])) == len(lp), f"depth {len(table) + 1}: a token twice in {ids}"
+        table.append(_Ranked(lp[:width], ids, [len(table) + 1] * len(lp)))
+    table.append(_Ranked([], [], []))
+    return table.__getitem__
 
 
-def _of_trie(proposal: Trie, max_depth: int, width: int | None) -> _Ranked:
-    depth = [0]
-    children: list[list[tuple[float, int, int]]] = [[]]  # of each node: (-lp, token, child), sorted below
-    for i, (token, parent, lp) in enumerate(zip(proposal.tokens, proposal.parents, proposal.lp, strict=True)):
+def _of_trie(proposal: Trie, width: int | None) -> _States:
+    children: list[list[int]] = [[] for _ in range(len(proposal.tokens) + 1)]
+    for i, parent in enumerate(proposal.parents):
         assert 0 <= parent <= i, f"parents[{i}] = {parent} of a trie: want 0..{i}"
-        depth.append(depth[parent] + 1)
-        children.append([])
-        if depth[-1] <= max_depth:
-            children[parent].append((-ctypes.c_float(lp).value, token, i + 1))
-    groups: list[_Ranked] = [_LEAF] * len(children)
-    for node in range(len(children) - 1, -1, -1):  # children follow their parents
-        if children[node]:
-            groups[node] = _group(children[node], groups, width)
-    return groups[0]
+        children[parent].append(i)
 
+    def group(node: int) -> _Ranked:
+        # Sorted when the tree gets there: it visits few of a large trie's nodes.
+        found = [(-ctypes.c_float(proposal.lp[i]).value, proposal.tokens[i], i + 1) for i in children[node]]
+        assert len({token for _, token, _ in found}) == len(found), f"siblings share a token: {found}"
+        best = sorted((max(cost, 0.0), token, child) for cost, token, child in found if math.isfinite(cost))[:width]
+        return _Ranked([-cost for cost, _, _ in best], [token for _, token, _ in best], [child for _, _, child in best])
 
-def _group(children: list[tuple[float, int, int]], groups: list[_Ranked], width: int | None) -> _Ranked:
-    assert len({token for _, token, _ in children}) == len(children), f"siblings share a token: {children}"
-    best = sorted((max(c, 0.0), t, n) for c, t, n in children if math.isfinite(c))[:width]
-    return _Ranked([-c for c, _, _ in best], [t for _, t, _ in best], [groups[n] for _, _, n in best])
-
-
-def _sound(row: list[float]) -> bool:
-    """Whether no entry is NaN or +inf: the sum of such a row is finite or -inf (float32 values, summed as doubles)."""
-    return sum(row) < math.inf
+    return group
 
 
 def build_level_synchronous(
