@@ -82,7 +82,8 @@ def _filter(logits: torch.Tensor, rules: Sequence[Rule]) -> torch.Tensor:
     ranked, ids = logits.sort(dim=1, descending=True, stable=True)  # stable: equals by id
     kept = torch.arange(size, device=logits.device) < column([rule.top_k or size for rule in rules])
     weight = (ranked.double() - ranked[:, :1].double()).exp() * kept
-    mass = (weight / weight.sum(dim=1, keepdim=True)).cumsum(dim=1)
+    total = weight.cumsum(dim=1)[:, -1:]  # not sum: its order may depend on the number of rows
+    mass = (weight / total).cumsum(dim=1)
     before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
     # p = 1 is off: rounding must not make the mass before a tiny tail look complete.
     kept &= before < column([rule.top_p if rule.top_p < 1.0 else math.inf for rule in rules])
