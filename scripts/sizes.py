@@ -67,14 +67,14 @@ def python_comments(text: str) -> set[int]:
 
 def c_comments(text: str) -> set[int]:
     """Lines that hold nothing but comment; strings are skipped, so that "//" in one is no comment."""
-    kept = re.sub(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', _hollow, text, flags=re.DOTALL)
+    kept = re.sub(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|//[^\n]*|/\*.*?\*/', _hollow, text, flags=re.DOTALL)
     pairs = zip(text.splitlines(), kept.splitlines(), strict=True)
     return {number for number, (line, rest) in enumerate(pairs, 1) if line.strip() and not rest.strip()}
 
 
 def _hollow(match: re.Match[str]) -> str:
     piece = match.group()
-    return piece if piece.startswith('"') else "\n" * piece.count("\n")
+    return piece if piece[0] in "'\"" else "\n" * piece.count("\n")
 
 
 def bash_comments(text: str) -> set[int]:
