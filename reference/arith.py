@@ -7,6 +7,8 @@ everywhere. Every row is computed by itself: what else is in the batch cannot ch
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 # ln 2 in two parts: the first has 21 trailing zero bits, so k * LN2_HIGH is exact for every k that occurs.
@@ -14,20 +16,22 @@ LN2_HIGH = 6.93147180369123816490e-01
 LN2_LOW = 1.90821492927058770002e-10
 
 
-def tree_sum(terms: np.ndarray, axis: int = 0) -> np.ndarray:
-    """Sum along `axis` by halving: term i is added to term i + ceil(n / 2) until one is left. Overwrites `terms`."""
-    terms = np.moveaxis(terms, axis, 0)
-    n = len(terms)
+def tree_sum(terms: np.ndarray) -> np.ndarray:
+    """Sum over the last axis by halving: term i is added to term i + ceil(n / 2) until one is left.
+
+    Overwrites `terms`.
+    """
+    n = terms.shape[-1]
     while n > 1:
         half = (n + 1) // 2
-        terms[: n - half] += terms[half:n]
+        terms[..., : n - half] += terms[..., half:n]
         n = half
-    return terms[0]
+    return terms[..., 0]
 
 
 def vecmat(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """x [..., K] times w [..., K, N] -> [..., N]; leading axes are paired."""
-    return tree_sum(x[..., :, None] * w, axis=-2)
+    return tree_sum((x[..., :, None] * w).swapaxes(-1, -2))
 
 
 def linear(x: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -40,16 +44,17 @@ def exp(x: np.ndarray) -> np.ndarray:
     x = np.clip(x, -104.0, 88.7).astype(np.float64)  # beyond: 0 and the largest float32
     k = np.rint(x / (LN2_HIGH + LN2_LOW))
     r = (x - k * LN2_HIGH) - k * LN2_LOW
-    series = np.ones_like(r)
-    for n in range(14, 0, -1):
-        series = 1.0 + series * r / n
+    series = np.zeros_like(r)
+    for n in range(14, -1, -1):
+        series *= r
+        series += 1.0 / math.factorial(n)
     return np.ldexp(series, k.astype(np.int32)).astype(np.float32)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
     """Softmax over the last axis, [..., N]."""
     e = exp(x - x.max(axis=-1, keepdims=True))
-    return e / tree_sum(e.copy(), axis=-1)[..., None]
+    return e / tree_sum(e.copy())[..., None]
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:

@@ -65,6 +65,6 @@ def attend_naive(
             keys = np.concatenate([linear(latent, w["w_kc"][head].T), rope], axis=-1)
             values = linear(latent, w["w_vc"][head])
             query = np.concatenate([q_nope[m, head], q_rope[m, head]])
-            probs = softmax(tree_sum(keys * query, axis=-1) * scale)
+            probs = softmax(tree_sum(keys * query) * scale)
             out[m, head] = vecmat(probs, values)
     return out

@@ -96,8 +96,7 @@ def gumbel(seed: int, position: int, n: int) -> np.ndarray:
 def philox(key: int, counter: Sequence[np.ndarray | int]) -> list[np.ndarray]:
     """Philox4x32-10 (Salmon et al., SC 2011): four 32-bit words per counter, as uint64 arrays of one shape."""
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, np.uint64) for word in counter))
-    k = np.array([key, key >> 32], dtype=object) & 0xFFFFFFFF
-    k = k.astype(np.uint64)
+    k = np.array([key & 0xFFFFFFFF, key >> 32], np.uint64)
     for _ in range(10):
         p0, p1 = PHILOX_MULTIPLIERS[0] * c0, PHILOX_MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (p1 >> WORD) ^ c1 ^ k[0], p1 & LOW, (p0 >> WORD) ^ c3 ^ k[1], p0 & LOW

@@ -37,7 +37,7 @@ def some_tries(draw):
 
 
 PROPOSALS = st.one_of(some_marginals(), some_tries())
-CHECKED = settings(max_examples=150, deadline=None, derandomize=True)
+CHECKED = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 def by_definition(proposal, budget, max_depth):
