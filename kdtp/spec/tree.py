@@ -127,8 +127,8 @@ def build_level_synchronous(
 
 
 def _usable(lp: torch.Tensor, max_depths: Sequence[int]) -> torch.Tensor:
-    """lp with everything that may not be taken at -inf."""
-    bad = (lp.isnan() | (lp == math.inf)).any(dim=2).cumsum(dim=1) > 0
+    """lp with every depth that may not be used at -inf; what is below it then has no finite score."""
+    bad = (lp.isnan() | (lp == math.inf)).any(dim=2)
     deep = torch.arange(lp.shape[1], device=lp.device) >= torch.tensor(max_depths, device=lp.device)[:, None]
     return lp.masked_fill((bad | deep)[:, :, None], -math.inf).clamp(max=0.0)
 
