@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 
 LEAD = -1  # "rank" of the lead
 _TELL = 1.5  # seconds for the lead to tell its clients after a rank has ended
-_LEAVE = 2.0  # seconds for the others to end by themselves after an orderly end or a signal
+_LEAVE = 1.5  # seconds for the others to end by themselves after an orderly end or a signal
 _DUMP = 0.5  # seconds for stacks to be written before SIGKILL
 _LOOPBACK = "127.0.0.1"
 
@@ -113,8 +113,8 @@ class Group:
     def _dump(self) -> None:
         """Say what ended first, and let those still there write their stacks to the log."""
         self._say(f"failed: {self._ends[0]}")
-        # A stopped process is woken, so that it can say where it was.
-        for number in (signal.SIGCONT, signal.SIGUSR1):
+        # A stopped process is woken after that, so that the first thing it does is to say where it was.
+        for number in (signal.SIGUSR1, signal.SIGCONT):
             self._signal_all(sorted(self._pids), number)
         self._wait(_DUMP, lambda: not self._pids)
 

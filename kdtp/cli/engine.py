@@ -53,4 +53,5 @@ def run(chosen: argparse.Namespace) -> int:
     code = group.run()
     rundir.remove(folder)
     os.close(held)
-    return code
+    sys.stderr.flush()
+    os._exit(code)  # torch's teardown takes longer than an orderly end should

@@ -67,7 +67,7 @@ class Engine:
     ) -> None:
         if isinstance(drafter, str):
             drafter = DrafterConfig(drafter, block, budget)
-        self._open(EngineConfig(model, tp, device, dtype, drafter), on_progress)
+        self._open(EngineConfig(model, tp=tp, device=device, dtype=dtype, drafter=drafter), on_progress)
 
     @classmethod
     def of(cls, config: EngineConfig, on_progress: OnProgress | None = None) -> Engine:

@@ -57,8 +57,8 @@ def tune(socket: zmq.Socket[bytes], max_frame: int = MAX_FRAME) -> None:
     socket.setsockopt(zmq.RCVTIMEO, 0)
     if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    else:
-        socket.setsockopt(zmq.IMMEDIATE, 1)
+    # IMMEDIATE stays off: with it a DEALER throws away what it has received but not yet read when its peer closes,
+    # and the last words of an engine are the ones that matter.
 
 
 class LocalLink:

@@ -46,7 +46,7 @@ from kdtp.types import (
 from kdtp.version import __version__
 
 WELCOME_TIMEOUT = 60.0  # seconds between hello and welcome
-_PROGRESS_PAUSE = 0.1  # seconds between two progress messages
+_LAST_PAUSE = 1.0  # seconds to stay after the coordinator has ended: the launcher asks all ranks for their stacks
 
 Emit = Callable[[FromWorker, bytes | None], None]
 
@@ -195,6 +195,7 @@ class Socket:
                 except msgspec.DecodeError as error:
                     logger.warning("dropped a malformed frame: %s", error)
             elif self._coordinator in ready:
+                time.sleep(_LAST_PAUSE)
                 raise EOFError("the coordinator ended")
             elif not ready:
                 return None
