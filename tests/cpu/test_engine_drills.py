@@ -1,0 +1,253 @@
+"""Failure drills with real processes: each open request gets one terminal event in time, and nothing is left."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from kdtp.engine.rpc import Client
+from kdtp.types import Failed, Finished, SamplingParams, Submit, Tokens
+from tests.processes import REFS, TINY, Running, collect, kdtp, until
+
+LONG = SamplingParams(max_tokens=490, ignore_eos=True)
+EXIT_FAULT = 70
+pytestmark = pytest.mark.timeout(180)
+
+
+def golden():
+    from kdtp.config import EngineConfig
+    from kdtp.engine.plan import plan
+
+    return plan(EngineConfig(str(TINY))).golden
+
+
+def start_long(engine: Running, count: int = 1) -> list[int]:
+    """Requests under way: each has emitted something."""
+    requests = [engine.client.submit((1, 2, 3 + i), LONG) for i in range(count)]
+    until(lambda: engine.status().running == count, 20, "requests running")
+    until(lambda: engine.status().step > 4, 20, "steps")
+    return requests
+
+
+def terminal(client: Client, request: int):
+    """The terminal event, and the seconds from now until it came."""
+    started = time.monotonic()
+    messages = [message for message, _ in client.events(request)]
+    ends = [m for m in messages if not isinstance(m, Tokens)]
+    assert len(ends) == 1 and ends[0] is messages[-1]
+    return ends[0], time.monotonic() - started
+
+
+def check_gone(engine: Running, seconds: float = 5.0) -> None:
+    until(lambda: not engine.left(), seconds, f"no process left of {engine.seen}")
+
+
+def test_worker_killed(tmp_path):
+    with Running(tmp_path) as engine:
+        requests = start_long(engine, 3)
+        victim = engine.find("kdtp.engine.worker", 1)
+        victim.kill()
+        killed = time.monotonic()
+        for request in requests:
+            end, _ = terminal(engine.client, request)
+            assert isinstance(end, Failed) and end.code == "engine"
+            assert f"rank 1 (pid {victim.pid}) ended" in end.message
+        assert time.monotonic() - killed < 2.0
+        assert engine.end(5.0) == EXIT_FAULT
+        check_gone(engine)
+        assert f"rank 1 (pid {victim.pid}) was killed by SIGKILL" in engine.text()
+
+
+def test_worker_killed_while_idle(tmp_path):
+    with Running(tmp_path) as engine:
+        engine.find("kdtp.engine.worker", 0).kill()
+        assert engine.end(5.0) == EXIT_FAULT
+        check_gone(engine)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_worker_stopped(tmp_path, idle):
+    with Running(tmp_path, "--step-timeout", 1.5, "--ping-interval", 0.5) as engine:
+        requests = [] if idle else start_long(engine, 2)
+        victim = engine.find("kdtp.engine.worker", 0)
+        victim.suspend()
+        stopped = time.monotonic()
+        for request in requests:
+            end, _ = terminal(engine.client, request)
+            assert isinstance(end, Failed) and "rank 0" in end.message and "T (stopped)" in end.message
+            assert 1.0 < time.monotonic() - stopped < 4.0
+        assert engine.end(8.0) == EXIT_FAULT
+        check_gone(engine)
+        # Stacks of all ranks, the stopped one's too.
+        stacks = re.findall(r"(?:Current thread|Thread) 0x\w+ \[?.*most recent call first", engine.text())
+        assert len(stacks) >= 2, engine.text()
+        assert engine.text().count("in serve") >= 2, engine.text()
+
+
+def test_coordinator_killed(tmp_path):
+    with Running(tmp_path) as engine:
+        start_long(engine)
+        engine.find("kdtp.engine.host").kill()
+        assert engine.end(5.0) == 1
+        check_gone(engine)
+        assert "the lead" in engine.text() and "SIGKILL" in engine.text()
+
+
+def test_launcher_killed(tmp_path):
+    with Running(tmp_path) as engine:
+        start_long(engine)
+        engine.launcher.kill()
+        check_gone(engine)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_while_generating(tmp_path, number):
+    with Running(tmp_path) as engine:
+        requests = start_long(engine, 2)
+        started = time.monotonic()
+        engine.process.send_signal(number)
+        for request in requests:
+            end, _ = terminal(engine.client, request)
+            assert isinstance(end, Failed) and end.code == "shutdown"
+        assert engine.end(3.0) == 0
+        assert time.monotonic() - started < 3.0
+        check_gone(engine, 1.0)
+        assert "Traceback" not in engine.text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after", [0.4, 1.5, 3.0, 4.5])
+def test_told_to_end_while_starting(tmp_path, number, after):
+    with Running(tmp_path, wait=False) as engine:
+        time.sleep(after)
+        engine.family()
+        engine.process.send_signal(number)
+        assert engine.end(3.0) == 0, engine.text()
+        check_gone(engine, 1.0)
+        assert "Traceback" not in engine.text()
+
+
+def test_client_asks_for_the_end(tmp_path):
+    with Running(tmp_path) as engine:
+        engine.client.shutdown()
+        assert engine.end(5.0) == 0
+        check_gone(engine)
+
+
+def test_hostile_frames_are_counted_and_harmless(tmp_path):
+    with Running(tmp_path, "--drafter", "ngram") as engine, zmq.Context() as context:
+        folder = engine.address.removeprefix("ipc://").rpartition("/")[0]
+        request = engine.client.submit((1, 2, 3), SamplingParams(max_tokens=200, ignore_eos=True))
+        wire = [b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 5000, b"x" * (17 << 20)]
+        wire.append(msgspec.msgpack.encode({"type": "Submit", "request": 1, "prompt": [], "params": {}}))
+        wire.append(msgspec.msgpack.encode({"type": "Ids", "epoch": 1, "step": 1, "rank": 0, "ids": [1]}))
+        for name in ("rpc", "rank-0", "rank-1"):
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 500)
+            socket.connect(f"ipc://{folder}/{name}.ipc")
+            for frame in wire:
+                socket.send(frame)
+            socket.close()
+        tokens, end = collect(engine.client, request)
+        assert isinstance(end, Finished) and len(tokens) == 200
+        until(lambda: engine.status().counters.get("malformed_rpc", 0) >= 5, 5)
+        counters = engine.status().counters
+        assert counters["malformed"] >= 6 and counters["stranger"] == 2, counters
+
+
+def test_clients_share_an_engine(tmp_path):
+    truth = golden()
+    with Running(tmp_path, "--drafter", "oracle") as engine:
+        clients = [engine.client, engine.connect(), engine.connect()]
+        params = SamplingParams(max_tokens=24)
+        requests = [client.submit(truth.prompt, params) for client in clients for _ in range(2)]
+        long = clients[1].submit((5, 6), LONG)
+        leaver = engine.connect()
+        leaver.submit((7, 8), LONG)
+        for client, request in zip([c for c in clients for _ in range(2)], requests, strict=True):
+            assert collect(client, request)[0] == list(truth.tokens)
+        clients[1].cancel(long)
+        assert collect(clients[1], long)[1].reason == "cancelled"
+        leaver.close()  # its request is cancelled when the engine cannot reach it
+        until(lambda: engine.status().running == 0, 10)
+        status = engine.status()
+        assert status.pages_free == status.pages_total and status.counters["unreachable_client"] >= 1
+        bad = clients[2].submit((1,) * 600, params)
+        assert collect(clients[2], bad)[1].code == "invalid"
+        raw = zmq.Context.instance().socket(zmq.DEALER)
+        raw.connect(engine.address)
+        for _ in range(2):
+            raw.send(msgspec.msgpack.encode(Submit(7, (1, 2), LONG)))
+        until(lambda: b"open request" in raw.recv(), 10)
+        raw.close(0)
+
+
+def test_a_second_engine_disturbs_nothing(tmp_path):
+    with Running(tmp_path) as first:
+        folder = first.address.removeprefix("ipc://").rpartition("/")[0]
+        taken = kdtp("engine", "--model", TINY, "--run-dir", folder)
+        assert taken.returncode == 2 and "another engine runs in it" in taken.stderr
+        with Running(tmp_path) as second:
+            assert second.address != first.address
+            params = SamplingParams(max_tokens=24)
+            texts = [collect(e.client, e.client.submit(golden().prompt, params))[0] for e in (first, second)]
+            assert texts[0] == texts[1] == list(golden().tokens)
+        assert first.status().state == "ready"
+
+
+def test_listening_sockets_are_on_loopback(tmp_path):
+    with Running(tmp_path) as engine:
+        sockets = [c for p in engine.family() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert sockets, "gloo listens somewhere"
+        assert {c.laddr.ip for c in sockets} == {"127.0.0.1"}
+
+
+def test_workers_under_torchrun(tmp_path):
+    from kdtp.config import EngineConfig
+    from kdtp.engine import rundir
+    from kdtp.engine.plan import plan
+
+    folder = rundir.create()
+    config = plan(EngineConfig(str(TINY), tp=2, threads=1)).config
+    settings = msgspec.json.encode(config.mapping()).decode()
+    host = subprocess.Popen([sys.executable, "-m", "kdtp.engine.host", "--run-dir", folder, "--config", settings])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ranks = subprocess.Popen([*torchrun, "-m", "kdtp.engine.worker", "--run-dir", folder], stderr=subprocess.PIPE)
+    client = Client(rundir.endpoint(folder, "rpc"))
+    try:
+        until(lambda: client.status(60).state == "ready", 60)
+        assert collect(client, client.submit(golden().prompt, SamplingParams(max_tokens=24)))[0] == list(
+            golden().tokens
+        )
+        client.shutdown()
+        assert host.wait(5) == 0
+        assert ranks.wait(10) == 0
+    finally:
+        for process in (host, ranks):
+            process.kill()
+            process.wait()
+        client.close()
+        rundir.remove(folder)
+
+
+def test_refusals_before_anything_starts(tmp_path):
+    for flags, words in (
+        (["--tp", 3], ["tp = 3", "1, 2, 4"]),
+        (["--device", "cuda"], ["device = 'cuda'", "cpu"]),
+        (["--drafter", "magic"], ["drafter = 'magic'", "none, oracle, ngram"]),
+        (["--model", tmp_path / "no.kdtr"], ["no.kdtr", "no such file"]),
+        (["--block", 0], ["block = 0", "1..65"]),
+        (["--dtype", "int8"], ["dtype = 'int8'", "float32"]),
+    ):
+        done = kdtp("engine", "--model", TINY, *flags)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert all(word in done.stderr for word in words), done.stderr
+    assert REFS.is_dir()
