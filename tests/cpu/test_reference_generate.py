@@ -12,7 +12,7 @@ from reference_cases import MICRO, MICRO_V3, random_model
 from reference.drafter import Oracle
 from reference.generate import Draft, generate
 from reference.model import Model
-from reference.pick import GREEDY, Rule
+from reference.pick import GREEDY, Rule, choose
 from reference.tree import Trie
 
 PROMPT = (7, 1, 1, 30)
@@ -156,6 +156,15 @@ def test_sampling_is_a_function_of_seed_and_prompt():
     assert len(texts) == 6
     again = generate(MODELS["plain"], PROMPT, 12, rule).tokens
     assert again == plain("plain", "sampled", 20)[0].tokens[:12] != plain("plain", "greedy", 20)[0].tokens[:12]
+
+
+@pytest.mark.parametrize("budget", [0, 12])
+def test_noise_is_keyed_by_the_place_of_the_chosen_token(budget):
+    _, text = plain("plain", "sampled", 20)
+    oracle = Oracle(text, MICRO.vocab_size, [0.7])
+    got = generate(MODELS["plain"], PROMPT, 20, RULES["sampled"], draft=Draft(oracle.propose, 8, budget))
+    for place, (token, row) in enumerate(zip(got.tokens, got.logits, strict=True), start=len(PROMPT)):
+        assert token == choose(row, place, RULES["sampled"])
 
 
 def test_oracle_hits_as_often_and_as_high_as_told():
