@@ -1,0 +1,77 @@
+"""Page tables: append-only, one owner per page, and an error that names sequence and page."""
+
+import pytest
+import torch
+from model_cases import RANDOM
+
+from kdtp.model.cache import PagedCache
+
+CONFIG = RANDOM["micro"]
+
+
+def cache(poison=False):
+    return PagedCache(CONFIG, 6, torch.float32, poison)
+
+
+def test_rows_follow_the_table():
+    c = cache()
+    c.append(7, [3])
+    c.append(7, [])
+    c.append(7, [0, 5])
+    want = [*range(192, 256), *range(64), *range(320, 384)]
+    assert c.line(7, 192).tolist() == want
+    assert c.line(7, 70).tolist() == want[:70]
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        ([6], r"sequence 2: page 6 is not one of 0\.\.5"),
+        ([-1], r"sequence 2: page -1 is not one of 0\.\.5"),
+        ([4, 1], "sequence 2: page 1 already belongs to sequence 1"),
+        ([4, 4], "sequence 2: page 4 already belongs to sequence 2"),
+    ],
+)
+def test_refused_pages_leave_no_trace(pages, message):
+    c = cache()
+    c.append(1, [1])
+    with pytest.raises(RuntimeError, match=message):
+        c.append(2, pages)
+    c.append(3, [0, 2, 3, 4, 5])
+    with pytest.raises(RuntimeError, match="sequence 2 has no page table"):
+        c.line(2, 0)
+
+
+def test_rows_beyond_the_table():
+    c = cache()
+    c.append(1, [1])
+    with pytest.raises(RuntimeError, match="sequence 1: row 64 lies beyond its 64 rows"):
+        c.line(1, 65)
+    with pytest.raises(RuntimeError, match="sequence 1: row 64 lies beyond"):
+        c.move(1, 60, [0, 4])
+    with pytest.raises(RuntimeError, match="sequence 9 has no page table"):
+        c.release([9])
+
+
+def test_released_pages_are_free_and_empty():
+    c = cache(poison=True)
+    c.append(1, [2, 4])
+    c.append(2, [3])
+    c.kv[:] = 1.0
+    c.release([1])
+    c.append(5, [4, 2])
+    assert c.kv[:, c.line(5, 128)].isnan().all()
+    assert (c.kv[:, c.line(2, 64)] == 1).all()
+    with pytest.raises(RuntimeError, match="sequence 1 has no"):
+        c.line(1, 1)
+
+
+def test_a_move_over_a_page_border_in_all_layers():
+    c = cache(poison=True)
+    c.append(1, [5, 0])
+    line = c.line(1, 128)
+    c.kv[:, line] = torch.arange(128.0)[:, None].expand(CONFIG.num_hidden_layers, 128, CONFIG.kv_row)
+    c.move(1, 61, [0, 2, 3, 7])
+    found = c.kv[:, line]
+    assert (found[:, :65, 0] == torch.tensor([*range(61), 61, 63, 64, 68]).float()).all()
+    assert found[:, 65:].isnan().all()
