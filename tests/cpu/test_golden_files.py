@@ -124,7 +124,7 @@ def test_bad_options(argv, message, capsys):
 
 # ---------------------------------------------------------------- every part shows
 
-SHORT = 16  # tokens run by the tests below
+SHORT = 12  # tokens run by the tests below
 
 
 @pytest.fixture(scope="module")

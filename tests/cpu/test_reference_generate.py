@@ -104,10 +104,10 @@ def test_a_chain_shaped_tree_is_the_chain():
 @pytest.mark.parametrize("budget", [0, 16])
 def test_stops_and_lengths_cut_inside_an_accepted_run(budget):
     """At every place: the first stop token is the last emitted; at max_tokens too it is a stop."""
-    want, text = plain("plain", "greedy", 12)
+    want, text = plain("plain", "greedy", 10)
     for place, token in enumerate(want.tokens):
         first = want.tokens.index(token)
-        for max_tokens in (first + 1, 12):
+        for max_tokens in (first + 1, 10):
             draft = Draft(Oracle(text, MICRO.vocab_size, [1.0]).propose, 8, budget)
             got = generate(MODELS["plain"], PROMPT, max_tokens, stop={token, 60}, draft=draft)
             assert (got.tokens, got.reason) == (want.tokens[: first + 1], "stop")
