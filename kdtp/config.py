@@ -151,7 +151,7 @@ class ModelConfig:
             widths.append(self.intermediate_size)
         if self.first_k_dense_replace < self.num_hidden_layers:
             widths.append(self.moe_intermediate_size)
-        most = min(widths)
+        most = min(*widths, 1024)  # no engine has more ranks, and a file's width may be any number
         return [n for n in range(1, most + 1) if all(width % n == 0 for width in widths)]
 
     @classmethod

@@ -115,6 +115,16 @@ def test_bad_model_configuration(
     assert f"{tmp_path / 'f'}: " in shown.err and complaint in shown.err
 
 
+def test_absurd_model_is_described_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with kdtr.Reader(TINY) as reader:
+        huge = {key: 2**62 if key.endswith(("_size", "_heads", "_layers")) else v for key, v in reader.metadata.items()}
+    kdtr.write(tmp_path / "f", huge, {})
+    assert run(tmp_path / "f", "--json") == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert model["legal_tp"] == [2**i for i in range(11)]
+    assert (model["parameters"], model["golden_tokens"], model["layers"]) == (0, 0, 2**62)
+
+
 def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path / "none") == 1
     shown = capsys.readouterr()
