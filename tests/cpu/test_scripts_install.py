@@ -38,7 +38,7 @@ case "$1 $2" in
     "-c import sys, urllib"*) test -e $here/index-answers ;;
     "-c "*) test ! -e $here/is-old ;;
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo venv >>$here/log ;;
-    "-m pip") echo "$*" >>$here/log; sleep "$(cat $here/delay)"; test ! -e $here/pip-fails ;;
+    "-m pip") delay=$(cat $here/delay); echo "$*" >>$here/log; test -e $here/pip-fails || exec sleep "$delay"; exit 1 ;;
     *) echo "unexpected: $*" >>$here/log; exit 1 ;;
 esac
 """
