@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
-from kdtp.cli import doctor, engine, generate, inspect
 from kdtp.version import __version__
+
+COMMANDS = {
+    "generate": "complete a prompt of token ids",
+    "engine": "run coordinator and workers, print the RPC address",
+    "inspect": "show what is in a KDTR file",
+    "doctor": "show whether this machine can run kdtp",
+}
 
 EXIT_INPUT = 2  # bad flag, file or value
 EXIT_INTERRUPTED = 130
@@ -15,12 +22,18 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Bad input is one line on stderr and exit code 2."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="kdtp", description="Exact DDTree speculative decoding for MLA + MoE models.")
     parser.add_argument("--version", action="version", version=f"kdtp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, engine, inspect, doctor):
-        module.add_parser(commands)
-    chosen = parser.parse_args(arguments)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        # Only the command that runs is imported: numpy alone takes longer than --help should.
+        if given[:1] == [name]:
+            module = importlib.import_module(f"kdtp.cli.{name}")
+            module.add_flags(command)
+            command.set_defaults(run=module.run)
+    chosen = parser.parse_args(given)
     try:
         code: int = chosen.run(chosen)
         return code

@@ -215,7 +215,7 @@ class DrafterConfig:
         _want(self.shape in ("tree", "chain"), "shape", self.shape, "tree or chain")
         _want(bool(self.hit) and all(0.0 <= p <= 1.0 for p in self.hit), "hit", self.hit, "probabilities 0..1")
         _want(1 <= self.rank <= self.topk, "rank", self.rank, f"1..topk ({self.topk})")
-        _want(1 <= self.ngram_max <= 64, "ngram_max", self.ngram_max, "1..64")
+        _want(1 <= self.ngram_max <= 16, "ngram_max", self.ngram_max, "1..16")
 
 
 DRAFTERS = ("none", "oracle", "ngram")

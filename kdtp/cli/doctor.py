@@ -35,10 +35,8 @@ class Finding:
     text: str
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser("doctor", help="report what kdtp needs and finds on this machine")
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Nothing: the command takes no flags."""
 
 
 def run(_: argparse.Namespace) -> int:

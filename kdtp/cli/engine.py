@@ -16,14 +16,12 @@ from kdtp.engine.plan import plan
 from kdtp.log import logger
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser("engine", help="run coordinator and workers, print the RPC address")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     add_engine_flags(parser)
     parser.add_argument("--run-dir", type=Path, help="private folder for sockets (default: a new one)")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input is closed")
     parser.add_argument("--log-level", default="info", choices=log.LEVELS)
-    parser.set_defaults(run=run)
 
 
 def run(chosen: argparse.Namespace) -> int:

@@ -19,9 +19,8 @@ EXIT_MISMATCH = 1
 EXIT_ENGINE = 70
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser("generate", help="complete a prompt of token ids")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("--prompt-tokens", type=_ids, metavar="ID,ID,…", help="default: the model file's own prompt")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="default: as many as the file's golden tokens, or 128"
@@ -40,7 +39,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--check", action="store_true", help="also decode plainly, compare tokens and logits")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engine_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def _ids(text: str) -> tuple[int, ...]:

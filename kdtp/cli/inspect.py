@@ -17,12 +17,10 @@ from kdtp.model.weights.kdtr import KdtrError, Reader
 _WIDEST_VALUE = 100  # characters of a metadata value in the plain form; --json has all
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser("inspect", help="print metadata and arrays of a KDTR file, and check its data")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("file", type=Path, help="a KDTR file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(chosen: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdtp.cli import inspect
+from kdtp.__main__ import main
 from kdtp.model.weights import kdtr
 from tests.conftest import ROOT
 from tests.cpu.kdtr_cases import bad_files
@@ -19,11 +18,7 @@ TINY = ROOT / "tests/refs/model_tiny.kdtr"
 
 
 def run(path: Path, *flags: str) -> int:
-    parser = argparse.ArgumentParser()
-    inspect.add_parser(parser.add_subparsers())
-    chosen = parser.parse_args(["inspect", str(path), *flags])
-    code: int = chosen.run(chosen)
-    return code
+    return main(["inspect", str(path), *flags])
 
 
 def test_golden_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:

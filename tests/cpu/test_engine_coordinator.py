@@ -256,9 +256,12 @@ def test_ranks_that_part_are_noticed_in_the_same_step():
 
 def test_stale_answers_are_dropped_and_counted():
     coordinator, workers = engine(ranks=2)
-    tamper(workers[1], lambda ids: [
-        Ids(ids.epoch + 1, ids.step, 1, (3,)), Ids(ids.epoch, ids.step - 1, 1, (3,)), Ids(ids.epoch, ids.step, 0, (3,)), ids, ids,
-    ])  # fmt: skip
+
+    def with_stale(ids: Ids) -> list[Ids]:
+        others = ((ids.epoch + 1, ids.step, 1), (ids.epoch, ids.step - 1, 1), (ids.epoch, ids.step, 0))
+        return [*(Ids(*other, (3,)) for other in others), ids, ids]
+
+    tamper(workers[1], with_stale)
     coordinator.submit(Request(1, (1,), SamplingParams(max_tokens=5)))
     assert run(coordinator)[1][0] == continuation((1,), 5)
     assert coordinator.fleet.dropped()["stale"] >= 3 * 5

@@ -1,0 +1,147 @@
+"""DDTree == chain == AR == golden: both models, TP 1, 2 and 4, any draft, any batch; logits too."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kdtp.config import DrafterConfig
+from kdtp.types import SamplingParams
+from tests.harness import NONE, Harness
+from tests.processes import TINY, V3
+
+MODELS = {"tiny": TINY, "v3": V3}
+TOLERANCE = 1e-4  # logits against the numpy reference; ends of test runs print what was found
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(
+    scope="module", params=[(name, tp) for name in MODELS for tp in (1, 2, 4)], ids=lambda p: f"{p[0]}-tp{p[1]}"
+)
+def ranks(request):
+    name, tp = request.param
+    harness = Harness(MODELS[name], tp)
+    yield harness
+    harness.close()
+
+
+def oracle(**changes) -> DrafterConfig:
+    return DrafterConfig("oracle", **changes)
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count)
+
+
+def test_every_method_gives_the_golden_tokens(ranks, record_property):
+    golden = ranks.plan.golden
+    known = {golden.prompt: golden.tokens}
+    count = len(golden.tokens)
+    methods = {
+        "AR": NONE,
+        "chain": oracle(shape="chain", budget=7),
+        "tree": oracle(budget=16),
+        "partial tree": oracle(budget=24, hit=(0.8, 0.6), rank=3, seed=1),
+        "wrong tree": oracle(budget=9, hit=(0.0,)),
+        "ngram": DrafterConfig("ngram"),
+    }
+    plain = None
+    for method, drafter in methods.items():
+        (done,) = ranks.run([golden.prompt], greedy(count), drafter, known)
+        assert done.tokens == list(golden.tokens), method
+        difference = np.abs(done.logits - golden.logits).max()
+        assert difference <= TOLERANCE, (method, difference)
+        plain = plain if plain is not None else done.logits
+        # Stronger than the tolerance: a row's logits do not depend on the tree that it was verified in.
+        assert done.logits.tobytes() == plain.tobytes(), method
+        if method == "tree":
+            assert (done.usage.rounds, done.usage.committed) == (count // 8, count)
+        record_property(f"max_abs_logit_diff {method}", float(difference))
+
+
+def test_budget_zero_is_plain_decoding_with_as_many_forwards(ranks):
+    golden = ranks.plan.golden
+    runs = [
+        ranks.run([golden.prompt], greedy(24), d, {golden.prompt: golden.tokens})[0] for d in (NONE, oracle(budget=0))
+    ]
+    assert runs[0].tokens == runs[1].tokens == list(golden.tokens[:24])
+    assert runs[0].usage.forwards == runs[1].usage.forwards == 24
+    assert runs[0].logits.tobytes() == runs[1].logits.tobytes()
+
+
+def texts(ranks: Harness, count: int, params, vary: int = 8):
+    """Plain continuations of several prompts, each run alone."""
+    rng = random.Random(3)
+    golden = ranks.plan.golden
+    vocab = ranks.plan.model.vocab_size
+    prompts = [golden.prompt] + [
+        tuple(rng.randrange(vocab) for _ in range(rng.randint(1, 70))) for _ in range(vary - 1)
+    ]
+    return {prompt: ranks.run([prompt], params)[0] for prompt in prompts}
+
+
+def check_batches(ranks: Harness, alone, params, cases: int, seed: int) -> None:
+    """Random drafts for random batches: each text and its logits as when it is run alone and plainly."""
+    rng = random.Random(seed)
+    known = {prompt: tuple(done.tokens) for prompt, done in alone.items()}
+    accepted = set()
+    for case in range(cases):
+        prompts = rng.sample(list(alone), rng.randint(1, 8))
+        budget = rng.choice([1, 2, 3, 5, 7, 12, 16, 33, 64])
+        name = "ngram" if rng.random() < 0.1 else "oracle"
+        drafter = DrafterConfig(
+            name, rng.randint(2, 10), budget, topk=8, shape=rng.choice(["tree", "tree", "chain"]),
+            hit=tuple(rng.random() ** 0.5 for _ in range(3)), rank=rng.randint(1, 4), seed=case,
+        )  # fmt: skip
+        done = ranks.run(
+            prompts, params, drafter, known, prefill_chunk=rng.choice([5, 32, 256]), max_batch=rng.randint(1, 8)
+        )
+        for prompt, got in zip(prompts, done, strict=True):
+            assert got.tokens == alone[prompt].tokens, (drafter, prompt)
+            assert got.logits.tobytes() == alone[prompt].logits.tobytes(), (drafter, prompt)
+            accepted.add(got.usage.accepted_by_depth)
+    assert len(accepted) > cases // 4, "the drafts were all alike"
+
+
+def test_random_drafts_and_batches(ranks):
+    cases = {1: 100, 2: 30, 4: 12}[ranks.config.tp]
+    params = greedy(20)
+    check_batches(ranks, texts(ranks, 20, params), params, cases, seed=ranks.config.tp)
+
+
+@pytest.mark.parametrize(
+    "rule", [{}, {"top_k": 40}, {"top_p": 0.9, "min_p": 0.02}], ids=["plain", "top-k", "top-p min-p"]
+)
+def test_sampled_text_is_the_same_with_any_draft(ranks, rule):
+    cases = {1: 30, 2: 8, 4: 4}[ranks.config.tp]
+    params = SamplingParams(max_tokens=16, temperature=0.9, seed=11, **rule)
+    alone = texts(ranks, 16, params)
+    assert alone[ranks.plan.golden.prompt].tokens != list(ranks.plan.golden.tokens[:16])
+    check_batches(ranks, alone, params, cases, seed=5)
+
+
+def test_sampled_text_depends_on_the_seed(ranks):
+    def text(seed: int) -> tuple[int, ...]:
+        params = SamplingParams(max_tokens=12, temperature=1.0, seed=seed)
+        return tuple(ranks.run([ranks.plan.golden.prompt], params)[0].tokens)
+
+    runs = [text(seed) for seed in (1, 1, 2, -1)]
+    assert runs[0] == runs[1] and len(set(runs)) == 3
+
+
+def test_one_batch_may_hold_every_kind_of_request(ranks):
+    golden = ranks.plan.golden
+    params = [
+        greedy(24),
+        SamplingParams(max_tokens=9, temperature=1.2, seed=3),
+        SamplingParams(max_tokens=30, stop_tokens=(golden.tokens[10],)),
+        SamplingParams(max_tokens=5, temperature=0.5, top_k=3),
+    ]
+    known = {golden.prompt: golden.tokens}
+    together = ranks.run([golden.prompt] * 4, params, oracle(hit=(0.9,), rank=2), known)
+    for p, got in zip(params, together, strict=True):
+        (alone,) = ranks.run([golden.prompt], p)
+        assert (got.tokens, got.reason) == (alone.tokens, alone.reason)
+    assert together[2].reason == "stop" and together[2].tokens[-1] == golden.tokens[10]

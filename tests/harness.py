@@ -1,0 +1,111 @@
+"""One loaded model, many coordinators over it: drafters and settings change in milliseconds, not by a restart."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from kdtp import draft
+from kdtp.config import DrafterConfig, EngineConfig
+from kdtp.engine import rundir
+from kdtp.engine.assemble import local_link
+from kdtp.engine.coordinator import Coordinator
+from kdtp.engine.fleet import Fleet
+from kdtp.engine.handshake import Handshake
+from kdtp.engine.link import Link, ZmqLink
+from kdtp.engine.plan import plan
+from kdtp.engine.scheduler import Request
+from kdtp.types import Finished, SamplingParams, Tokens, Usage
+
+NONE = DrafterConfig("none")
+
+
+@dataclasses.dataclass
+class Done:
+    """What one request gave."""
+
+    tokens: list[int]
+    usage: Usage
+    reason: str
+    logits: np.ndarray
+
+
+class Harness:
+    """Ranks that are loaded and ready: one in this process, or processes under the launcher."""
+
+    def __init__(self, model: Path, tp: int = 1, **settings: object) -> None:
+        self.plan = plan(EngineConfig(str(model), tp=tp, threads=1, step_timeout=60.0, **settings))  # type: ignore[arg-type]
+        self.config = self.plan.config
+        self.context = zmq.Context()
+        self.folder = rundir.create()
+        self.launcher: subprocess.Popen[bytes] | None = None
+        links: list[Link] = [local_link()] if tp == 1 else self._spawn(tp)
+        self.fleet = Fleet(links, 1, self.config.step_timeout)
+        handshake = Handshake(self.fleet, self.config, os.getpid())
+        while not handshake.advance(0.5):
+            assert self.launcher is None or self.launcher.poll() is None, "the ranks ended while loading"
+
+    def _spawn(self, tp: int) -> list[Link]:
+        links: list[Link] = [ZmqLink(self.context, self.folder, rank) for rank in range(tp)]
+        lead = "-c 'import signal; signal.pause()'"
+        ranks = ["-m", "kdtp.engine.worker", "--run-dir", str(self.folder)]
+        command = [sys.executable, "-m", "launcher", "--nproc", str(tp), "--lead", lead, "--", *ranks]
+        self.launcher = subprocess.Popen(command)
+        return links
+
+    def coordinator(self, drafter: DrafterConfig = NONE, known: Mapping | None = None, **settings) -> Coordinator:
+        """A fresh coordinator over the loaded ranks."""
+        config = dataclasses.replace(self.config, drafter=drafter, **settings)
+        return Coordinator(
+            config, self.plan.model, self.fleet, draft.make(drafter, known or {}, self.plan.model.vocab_size)
+        )
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        drafter: DrafterConfig = NONE,
+        known: Mapping | None = None,
+        **settings,
+    ) -> list[Done]:
+        """All prompts at once, to their ends, with logits."""
+        coordinator = self.coordinator(drafter, known, **settings)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        for i, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
+            coordinator.submit(Request(i, tuple(prompt), p, True, True))
+        tokens: list[list[int]] = [[] for _ in prompts]
+        rows: list[list[bytes]] = [[] for _ in prompts]
+        ends: dict[int, Finished] = {}
+        while not coordinator.idle:
+            for event in coordinator.step():
+                message = event.message
+                assert message.request is not None
+                if isinstance(message, Tokens):
+                    assert message.position == len(tokens[message.request])
+                    tokens[message.request] += message.tokens
+                    rows[message.request].append(event.logits or b"")
+                else:
+                    assert isinstance(message, Finished), message
+                    ends[message.request] = message
+        assert coordinator.pool.free == coordinator.pool.total
+        return [Done(tokens[i], ends[i].usage, ends[i].reason, self._logits(rows[i])) for i in range(len(prompts))]
+
+    def _logits(self, rows: list[bytes]) -> np.ndarray:
+        return np.frombuffer(b"".join(rows), np.float32).reshape(-1, self.plan.model.vocab_size)
+
+    def close(self) -> None:
+        self.fleet.dismiss("test over")
+        self.fleet.close()
+        if self.launcher is not None:
+            self.launcher.send_signal(signal.SIGTERM)
+            self.launcher.wait(10)
+        self.context.destroy(0)
+        rundir.remove(self.folder)
