@@ -13,6 +13,7 @@ from kdtp.cli.screen import Screen, report
 from kdtp.engine.api import Engine, describe
 from kdtp.engine.plan import Golden, Plan, plan
 from kdtp.engine.rpc import EngineDead
+from kdtp.engine.scheduler import Request, check_request
 from kdtp.types import SamplingParams
 
 EXIT_MISMATCH = 1
@@ -49,6 +50,7 @@ def run(chosen: argparse.Namespace) -> int:
     """Generate and report; exit code 0 only if every check that was asked for holds."""
     checked = plan(engine_config(chosen))
     prompt, params = _request(chosen, checked)
+    check_request(Request(1, prompt, params), checked.config, checked.model)  # before anything is loaded
     screen = Screen(params.max_tokens, quiet=chosen.json)
     try:
         with screen, Engine.of(checked.config, screen.load) as engine:

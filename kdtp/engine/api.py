@@ -19,6 +19,7 @@ from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.engine import rundir
 from kdtp.engine.plan import Plan, plan
 from kdtp.engine.rpc import Client, EngineDead, Reply
+from kdtp.engine.scheduler import Request
 from kdtp.types import Failed, Finished, FromEngine, SamplingParams, Tokens, Usage
 
 if TYPE_CHECKING:
@@ -172,10 +173,6 @@ class _InProcess:
         self._opened = 0
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int:
-        from kdtp.engine.scheduler import Request
-
-        if not prompt:
-            raise ValueError("prompt = []: must have at least one token")
         self._opened += 1
         self._coordinator.submit(Request(self._opened, tuple(prompt), params, speculate, want_logits))
         self._events[self._opened] = deque()

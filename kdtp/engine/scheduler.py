@@ -108,18 +108,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it can never run, QueueFull if too many wait."""
-        limit, vocab = self.model.max_position_embeddings, self.model.vocab_size
-        if len(request.prompt) > limit:
-            raise ValueError(f"prompt: {len(request.prompt)} tokens, but the model's context is {limit}")
-        for key, ids in (("prompt", request.prompt), ("stop_tokens", request.params.stop_tokens)):
-            bad = next((i for i, token in enumerate(ids) if not 0 <= token < vocab), None)
-            if bad is not None:
-                raise ValueError(f"{key}[{bad}] = {ids[bad]}: must be in [0, {vocab})")
-        if self._pages(request) > self.pool.total:
-            raise ValueError(
-                f"prompt of {len(request.prompt)} and max_tokens {request.params.max_tokens} need "
-                f"{self._pages(request)} KV pages, the cache has {self.pool.total}"
-            )
+        check_request(request, self.config, self.model)
         if len(self.waiting) >= self.config.max_queue:
             raise QueueFull(f"{len(self.waiting)} requests are waiting, the limit is max_queue {self.config.max_queue}")
         ends = () if request.params.ignore_eos else self.model.eos_token_ids
@@ -129,7 +118,7 @@ class Scheduler:
     def next(self) -> list[Request]:
         """Admit what fits, and give the requests of the next step."""
         while self.waiting and len(self.running) < self.config.max_batch:
-            pages = self.pool.take(self._pages(self.waiting[0]))
+            pages = self.pool.take(pages_needed(self.waiting[0], self.config, self.model))
             if pages is None:
                 break
             request = self.waiting.popleft()
@@ -151,6 +140,25 @@ class Scheduler:
         """The open request of that id."""
         return next((r for r in (*self.running, *self.waiting) if r.id == request_id), None)
 
-    def _pages(self, request: Request) -> int:
-        length = min(len(request.prompt) + request.params.max_tokens, self.model.max_position_embeddings)
-        return pages_for(length + 1 + (self.config.drafter.budget if request.speculate else 0))
+
+def pages_needed(request: Request, config: EngineConfig, model: ModelConfig) -> int:
+    """Pages that hold the request at its longest, with the widest tree behind it."""
+    length = min(len(request.prompt) + request.params.max_tokens, model.max_position_embeddings)
+    return pages_for(length + 1 + (config.drafter.budget if request.speculate else 0))
+
+
+def check_request(request: Request, config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ValueError if the request can never run, naming what, the value and what is legal."""
+    if not request.prompt:
+        raise ValueError("prompt = []: must have at least one token")
+    for key, ids in (("prompt", request.prompt), ("stop_tokens", request.params.stop_tokens)):
+        bad = next((i for i, token in enumerate(ids) if not 0 <= token < model.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"{key}[{bad}] = {ids[bad]}: must be in [0, {model.vocab_size})")
+    if len(request.prompt) > model.max_position_embeddings:
+        limit = model.max_position_embeddings
+        raise ValueError(f"prompt: {len(request.prompt)} tokens, but the model's context is {limit}")
+    need, have = pages_needed(request, config, model), config.pages(model)
+    if need > have:
+        amounts = f"prompt of {len(request.prompt)} and max_tokens {request.params.max_tokens}"
+        raise ValueError(f"{amounts} need {need} KV pages, the cache has {have}")

@@ -1,0 +1,211 @@
+"""`kdtp generate` as scripts use it: JSON, checks and exit codes, refusals, interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from kdtp.__main__ import main
+from kdtp.config import EngineConfig
+from kdtp.engine.plan import plan
+from kdtp.model.weights import kdtr
+from tests.processes import TINY, V3, kdtp, until
+
+GOLDEN = plan(EngineConfig(str(TINY))).golden
+PERFECT = ("--drafter", "oracle", "--block", "8", "--budget", "16")
+
+
+def generate(capsys, *flags: object, model=TINY) -> tuple[int, dict]:
+    """Run in this process; exit code and the JSON object."""
+    code = main(["generate", "--model", str(model), "--threads", "1", "--json", *map(str, flags)])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def rewritten(tmp_path, metadata=None, **arrays):
+    """A copy of the tiny model with some arrays or metadata replaced."""
+    with kdtr.Reader(TINY) as reader:
+        all_arrays = {name: np.array(reader.array(name)) for name in reader.entries}
+        path = tmp_path / "model.kdtr"
+        kdtr.write(path, reader.metadata | (metadata or {}), all_arrays | arrays)
+    return path
+
+
+def test_the_main_job(capsys):
+    code, out = generate(capsys, *PERFECT, "--check")
+    assert code == 0
+    assert out["prompt"] == list(GOLDEN.prompt) and out["tokens"] == list(GOLDEN.tokens)
+    assert (out["rounds"], out["forwards"], out["tokens_per_round"], out["finish_reason"]) == (3, 4, 8.0, "length")
+    assert out["accepted_by_depth"] == [3] * 7
+    assert {"draft", "build", "verify", "accept", "commit"} <= set(out["timings_ms"])
+    assert out["matches_ar"] is True and out["matches_golden"] is True
+    assert out["max_abs_logit_diff"] <= 1e-4 and out["max_abs_logit_diff_ar"] == 0.0
+
+
+@pytest.mark.timeout(180)
+def test_the_main_job_with_two_workers_on_the_screen():
+    done = kdtp("generate", "--model", TINY, "--tp", 2, "--check", *PERFECT)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines[:4]] == [["0", "+1"], ["1", "+8"], ["9", "+8"], ["17", "+7"]]
+    assert " ".join(line.split(maxsplit=2)[2] for line in lines[:4]).split() == list(map(str, GOLDEN.tokens))
+    assert "8.00 tokens committed per round (root + 7.00 accepted)" in done.stdout
+    assert re.fullmatch(r"DDTree == AR == golden: 24/24, max_abs_logit_diff=\d\.\d+e-0\d", lines[-1])
+    assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_plain_decoding_is_the_default(capsys):
+    code, out = generate(capsys, "--check")
+    assert code == 0 and (out["rounds"], out["forwards"], out["tokens_per_round"]) == (23, 24, 1.0)
+
+
+@pytest.mark.parametrize("model", [TINY, V3])
+@pytest.mark.parametrize("flags", [(), ("--shape", "chain"), ("--oracle-hit", "0.7,0.5", "--oracle-rank", 3)])
+def test_checks_hold_for_every_shape(capsys, model, flags):
+    code, out = generate(capsys, *PERFECT, *flags, "--check", model=model)
+    assert code == 0 and out["matches_golden"] and out["max_abs_logit_diff_ar"] == 0.0
+
+
+def test_a_wrong_golden_token_is_found(capsys, tmp_path):
+    tokens = np.array(GOLDEN.tokens)
+    tokens[13] = (tokens[13] + 1) % 512
+    code, out = generate(capsys, "--check", model=rewritten(tmp_path, **{"golden.tokens": tokens}))
+    assert code == 1 and out["matches_golden"] is False and out["matches_ar"] is True
+    assert main(["generate", "--model", str(tmp_path / "model.kdtr"), "--check"]) == 1
+    assert "AR != AR again != golden: 23/24" in capsys.readouterr().out
+
+
+def test_a_wrong_weight_shows_in_the_logits(capsys, tmp_path):
+    with kdtr.Reader(TINY) as reader:
+        norm = np.array(reader.array("layers.2.attn_norm")) * np.float32(1.01)
+    _, out = generate(capsys, "--check", model=rewritten(tmp_path, **{"layers.2.attn_norm": norm}))
+    assert out["max_abs_logit_diff"] > 2e-3
+
+
+def test_limits_and_stops(capsys):
+    _, out = generate(capsys, "--max-tokens", 5, *PERFECT)
+    assert out["tokens"] == list(GOLDEN.tokens[:5]) and out["finish_reason"] == "length"
+    stop = GOLDEN.tokens[12]
+    _, out = generate(capsys, "--stop-tokens", f"511,{stop}", *PERFECT)
+    assert out["tokens"] == list(GOLDEN.tokens[: GOLDEN.tokens.index(stop) + 1]) and out["finish_reason"] == "stop"
+
+
+def test_end_tokens_of_the_model(capsys, tmp_path):
+    end = GOLDEN.tokens[9]
+    model = rewritten(tmp_path, {"model.eos_token_ids": [end]})
+    _, out = generate(capsys, model=model)
+    assert out["finish_reason"] == "stop" and out["tokens"][-1] == end
+    _, out = generate(capsys, "--ignore-eos", model=model)
+    assert out["tokens"] == list(GOLDEN.tokens)
+
+
+def test_sampling_is_a_function_of_the_seed(capsys):
+    flags = (
+        "--prompt-tokens",
+        "5,6,7",
+        "--max-tokens",
+        12,
+        "--temperature",
+        1.0,
+        "--top-p",
+        0.95,
+        "--top-k",
+        50,
+        "--min-p",
+        0.01,
+    )
+    texts = [generate(capsys, *flags, "--seed", s, "--drafter", d)[1]["tokens"] for s, d in
+             ((1, "none"), (1, "ngram"), (2, "none"))]  # fmt: skip
+    assert texts[0] == texts[1] != texts[2]
+    code, out = generate(capsys, *flags, "--drafter", "ngram", "--check")
+    assert code == 0 and out["matches_ar"] and out["matches_golden"] is None and out["max_abs_logit_diff"] is None
+
+
+def test_bfloat16_runs_and_tree_equals_plain(capsys):
+    code, out = generate(capsys, *PERFECT, "--dtype", "bfloat16", "--check")
+    assert out["matches_ar"] is True and out["max_abs_logit_diff_ar"] == 0.0
+    assert 1e-4 < out["max_abs_logit_diff"] < 1.0
+    assert code == (0 if out["matches_golden"] else 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tp", 3], ["tp = 3", "1, 2, 4"]),
+        (["--temperature", -1], ["temperature = -1.0"]),
+        (["--temperature", "nan"], ["temperature = nan"]),
+        (["--top-p", 0], ["top_p = 0.0"]),
+        (["--max-tokens", 0], ["max_tokens = 0"]),
+        (["--prompt-tokens", "1,512"], ["prompt[1] = 512", "[0, 512)"]),
+        (["--prompt-tokens", ""], ["--prompt-tokens"]),
+        (["--prompt-tokens", ",".join(["1"] * 600)], ["600", "512"]),
+        (["--prompt-tokens", "1", "--drafter", "oracle"], ["oracle"]),
+        (["--stop-tokens", 777], ["stop_tokens[0] = 777"]),
+        (["--config", "/nonexistent.toml"], ["/nonexistent.toml"]),
+        (["--kv-tokens", 64, "--max-tokens", 200], ["KV pages"]),
+    ],
+)
+def test_bad_input_is_one_line(capsys, flags, words):
+    assert main(["generate", "--model", str(TINY), *map(str, flags)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    "flags", [["--budget", "x"], ["--no-such-flag"], ["--prompt-tokens", "1,x"], ["--oracle-hit", ""]]
+)
+def test_unreadable_flags(capsys, flags):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "--model", str(TINY), *flags])
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_settings_from_a_file(capsys, tmp_path):
+    settings = tmp_path / "s.toml"
+    settings.write_text(f'model = "{TINY}"\nthreads = 1\n[drafter]\nname = "oracle"\nblock = 4\nbudget = 16\n')
+    assert main(["generate", "--config", str(settings), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens_per_round"] == 4.0
+    assert main(["generate", "--config", str(settings), "--block", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens_per_round"] == 8.0
+    settings.write_text(f'model = "{TINY}"\n[drafter]\nnmae = "oracle"\n')
+    assert main(["generate", "--config", str(settings)]) == 2
+    assert "s.toml: drafter: unknown key 'nmae'" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("after", [1.0, 9.0])
+def test_ctrl_c(tp, after):
+    command = [
+        sys.executable,
+        "-m",
+        "kdtp",
+        "generate",
+        "--model",
+        TINY,
+        "--tp",
+        tp,
+        "--max-tokens",
+        500,
+        "--ignore-eos",
+    ]
+    process = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    time.sleep(after)
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    os.killpg(process.pid, signal.SIGINT)
+    started = time.monotonic()
+    _, error = process.communicate(timeout=20)
+    assert time.monotonic() - started < 5.0
+    # Python itself ends by the signal when it comes while a module is imported; a shell shows 130 for both.
+    assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in error, error
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5)

@@ -1,0 +1,94 @@
+"""The Python API, as in a notebook."""
+
+from __future__ import annotations
+
+import pytest
+
+import kdtp
+from kdtp import Engine, SamplingParams
+from kdtp.config import DrafterConfig, EngineConfig
+from kdtp.engine.plan import plan
+from kdtp.engine.rpc import EngineDead
+from kdtp.types import Finished, Tokens
+from tests.processes import TINY
+
+GOLDEN = plan(EngineConfig(str(TINY))).golden
+PARAMS = SamplingParams(max_tokens=24)
+
+
+def engine(**changes) -> Engine:
+    return Engine.of(EngineConfig(str(TINY), threads=1, **changes))
+
+
+def test_names():
+    assert set(kdtp.__all__) == {"Engine", "SamplingParams", "__version__"}
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        _ = kdtp.Motor
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_generate_and_stream(tp):
+    seen = []
+    with Engine.of(
+        EngineConfig(str(TINY), tp=tp, threads=1, drafter=DrafterConfig("oracle")), lambda *p: seen.append(p)
+    ) as made:
+        assert seen[-1][0] == seen[-1][1] > 0
+        first, other, third = made.generate([GOLDEN.prompt, (1, 2, 3), GOLDEN.prompt], PARAMS)
+        assert first.tokens == third.tokens == GOLDEN.tokens and first.usage.rounds == 3
+        assert first.logits is None and first.finish_reason == "length"
+        plain = made.generate([(1, 2, 3)], PARAMS, speculate=False, want_logits=True)[0]
+        assert plain.tokens == other.tokens and plain.logits.shape == (24, 512)
+        assert [int(row.argmax()) for row in plain.logits] == list(plain.tokens)
+        each = made.generate([GOLDEN.prompt] * 2, [PARAMS, SamplingParams(max_tokens=3)])
+        assert [len(c.tokens) for c in each] == [24, 3]
+
+        events = list(made.stream(GOLDEN.prompt, PARAMS))
+        assert [e.position for e in events[:-1]] == [0, 1, 9, 17] and isinstance(events[-1], Finished)
+        for event in made.stream((1, 2), SamplingParams(max_tokens=400, ignore_eos=True)):
+            assert isinstance(event, Tokens)
+            break  # leaving early cancels
+        assert made.generate([GOLDEN.prompt], PARAMS)[0].tokens == GOLDEN.tokens
+        with pytest.raises(ValueError, match=r"prompt\[0\] = 600"):
+            made.generate([(600,)], PARAMS)
+        assert made.generate([GOLDEN.prompt], PARAMS)[0].tokens == GOLDEN.tokens
+
+
+def test_two_streams_take_turns():
+    with engine() as made:
+        streams = [made.stream(GOLDEN.prompt, PARAMS), made.stream((4, 5), PARAMS)]
+        texts: list[list[int]] = [[], []]
+        while streams[0] is not None:
+            for i in (0, 1):
+                event = next(streams[i], None)
+                texts[i] += getattr(event, "tokens", ())
+                streams[i] = streams[i] if event else None
+        assert texts[0] == list(GOLDEN.tokens) and len(texts[1]) == 24
+
+
+def test_errors_name_the_thing():
+    with pytest.raises(ValueError, match="no such file"):
+        Engine("nowhere.kdtr")
+    with pytest.raises(ValueError, match="tp = 5"):
+        Engine(str(TINY), tp=5)
+    with pytest.raises(ValueError, match="drafter = 'telepathy'"):
+        Engine(str(TINY), drafter="telepathy")
+    with engine() as made:
+        with pytest.raises(ValueError, match="prompt"):
+            made.generate([()], PARAMS)
+        with pytest.raises(ValueError, match="params: 1 for 2 prompts"):
+            made.generate([(1,), (2,)], [PARAMS])
+
+
+@pytest.mark.timeout(120)
+def test_a_dead_rank_raises(tmp_path):
+    import psutil
+
+    with pytest.raises(EngineDead, match="rank 1"), Engine(str(TINY), tp=2) as made:
+        made.generate([GOLDEN.prompt], PARAMS)
+        for child in psutil.Process().children(recursive=True):
+            if "kdtp.engine.worker" in child.cmdline() and child.environ().get("RANK") == "1":
+                stream = made.stream((1, 2), SamplingParams(max_tokens=450, ignore_eos=True))
+                next(stream)
+                child.kill()
+                list(stream)
