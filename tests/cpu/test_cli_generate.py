@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,9 +16,11 @@ import psutil
 import pytest
 
 from kdtp.__main__ import main
+from kdtp.cli.flags import add_engine_flags, engine_config
 from kdtp.config import EngineConfig
 from kdtp.engine.plan import plan
 from kdtp.model.weights import kdtr
+from tests.conftest import ROOT
 from tests.processes import TINY, V3, kdtp, until
 
 GOLDEN = plan(EngineConfig(str(TINY))).golden
@@ -209,3 +212,11 @@ def test_ctrl_c(tp, after):
     # Python itself ends by the signal when it comes while a module is imported; a shell shows 130 for both.
     assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in error, error
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_settings_are_legal(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    assert plan(engine_config(parser.parse_args(["--config", str(path)]))).golden is not None
