@@ -30,7 +30,7 @@ class Screen:
             disable=quiet or not sys.stderr.isatty(),
         )
         self._load = self._bars.add_task("loading ", amount="")
-        self._tokens = self._bars.add_task("tokens  ", amount="", total=max_tokens, visible=False)
+        self._tokens = self._bars.add_task("tokens  ", amount="", total=max_tokens, visible=False, start=False)
         self._announced = quiet or sys.stderr.isatty()
 
     def load(self, done: int, total: int) -> None:
@@ -45,10 +45,11 @@ class Screen:
     def tokens(self, index: int, message: Tokens) -> None:
         """Tokens of one round."""
         count = message.position + len(message.tokens)
-        self._bars.update(self._load, visible=False)
+        if not message.position:
+            self._bars.update(self._load, visible=False)
+            self._bars.start_task(self._tokens)
         self._bars.update(self._tokens, completed=count, visible=True, amount=f"{count}")
         if not self._quiet:
-            self._bars.console.file.flush()
             print(f"{message.position:>6} +{len(message.tokens)}  {' '.join(map(str, message.tokens))}", flush=True)
 
     def __enter__(self) -> Screen:
