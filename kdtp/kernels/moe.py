@@ -58,7 +58,7 @@ def _assign(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 
 
 def _each(x: torch.Tensor, w: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
-    """Tile by tile, x @ w[its expert]: [tiles * 8, in] -> [tiles * 8, out]."""
+    """Tile by tile, x @ w[its expert]: [tiles * TILE, in] -> [tiles * TILE, out]."""
     out = torch.empty(x.shape[0], w.shape[2], dtype=x.dtype)
     tiles, parts = x.view(-1, TILE, x.shape[1]), out.view(-1, TILE, w.shape[2])
     for tile, part, expert in zip(tiles.unbind(), parts.unbind(), experts, strict=True):
