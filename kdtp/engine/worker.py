@@ -137,8 +137,9 @@ class Worker:
         rules = [seq.rule for seq in seqs for _ in range(seq.pick)]
         if all(rule.temperature == 0.0 for rule in rules):
             values, ids = pick.local_argmax(logits, self.shard.vocab_start)
-            comm = self.shard.comm
-            return pick.merge_argmax(comm.all_gather(values), comm.all_gather(ids)).tolist()
+            # One collective for both: float64 holds either exactly.
+            best = self.shard.comm.all_gather(torch.stack([values.double(), ids.double()]))
+            return pick.merge_argmax(best[:, 0], best[:, 1].long()).tolist()
         positions = [p + 1 for seq in seqs for p in _positions(seq)[len(seq.tokens) - seq.pick :]]
         return pick.sample(self._full(logits), positions, rules).tolist()
 

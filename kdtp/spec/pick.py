@@ -32,10 +32,8 @@ def local_argmax(logits: torch.Tensor, vocab_start: int) -> tuple[torch.Tensor, 
 
     Nothing is checked here, for a shard may consist of padding (-inf).
     """
-    # torch.argmax promises no particular index among equals.
-    values = logits.amax(dim=1)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    return values, torch.where(logits == values[:, None], ids, logits.shape[1]).amin(dim=1) + vocab_start
+    values, ids = logits.max(dim=1)  # torch promises the first index among equals
+    return values, ids + vocab_start
 
 
 def merge_argmax(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
