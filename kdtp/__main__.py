@@ -12,6 +12,7 @@ from kdtp.version import __version__
 COMMANDS = {
     "generate": "complete a prompt of token ids",
     "engine": "run coordinator and workers, print the RPC address",
+    "build-kernels": "compile the CUDA kernels with nvcc",
     "inspect": "show what is in a KDTR file",
     "doctor": "show whether this machine can run kdtp",
 }
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text)
         # Only the command that runs is imported: numpy alone takes longer than --help should.
         if given[:1] == [name]:
-            module = importlib.import_module(f"kdtp.cli.{name}")
+            module = importlib.import_module(f"kdtp.cli.{name.replace('-', '_')}")
             module.add_flags(command)
             command.set_defaults(run=module.run)
     chosen = parser.parse_args(given)
