@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -21,13 +22,14 @@ from kdtp.types import ROOT, Marginals, Proposal, Tree, Trie
 
 
 class _Ranked(NamedTuple):
-    """The candidates below one node, best first: lp finite and at most 0, `below` the state that each leads to."""
+    """The candidates below one node, best first. cost: -lp, finite and at least 0; below: the state each leads to."""
 
-    lp: list[float]
-    ids: list[int]
-    below: list[int]
+    cost: Sequence[float]
+    ids: Sequence[int]
+    below: Sequence[int]
 
 
+_NONE = _Ranked((), (), ())
 _States = Callable[[int], _Ranked]  # what follows in a state: a depth of Marginals, a node of a Trie; 0 is the root's
 
 
@@ -46,22 +48,22 @@ def chain(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
 
 
 def _best_first(states: _States, root: int, budget: int, max_depth: int) -> Tree:
-    tokens, parents, scores = [root], [ROOT], [0.0]
+    tokens, parents, costs = [root], [ROOT], [0.0]
     heap: list[tuple[float, int, int, int, _Ranked]] = []  # its tuples sort in the total order
 
     def push(depth: int, parent: int, rank: int, group: _Ranked) -> None:
-        if depth <= max_depth and rank < len(group.lp):
+        if depth <= max_depth and rank < len(group.cost):
             # Rounding the double sum of two float32 to float32 is the float32 sum.
-            score = ctypes.c_float(scores[parent] + group.lp[rank]).value
-            if score > -math.inf:
-                heappush(heap, (-score, depth, parent, rank, group))
+            cost = ctypes.c_float(costs[parent] + group.cost[rank]).value
+            if cost < math.inf:
+                heappush(heap, (cost, depth, parent, rank, group))
 
     push(1, 0, 0, states(0))
     while heap and len(tokens) <= budget:
         cost, depth, parent, rank, group = heappop(heap)
         tokens.append(group.ids[rank])
         parents.append(parent)
-        scores.append(-cost)
+        costs.append(cost)
         push(depth, parent, rank + 1, group)
         push(depth + 1, len(tokens) - 1, 0, states(group.below[rank]))
     return Tree(tuple(tokens), tuple(parents))
@@ -76,11 +78,11 @@ def _of_marginals(proposal: Marginals, width: int | None) -> _States:
     for row, ids in zip(proposal.lp.tolist(), proposal.ids.tolist(), strict=True):
         if not sum(row) < math.inf:
             break  # a NaN or +inf: the sum of other float32 values, taken as doubles, is finite or -inf
-        lp = [x if x < 0.0 else 0.0 for x in row if x > -math.inf]
-        assert lp == sorted(lp, reverse=True), f"depth {len(table) + 1}: candidates not in order: {row}"
-        assert len(set(ids[: len(lp)])) == len(lp), f"depth {len(table) + 1}: a token twice in {ids}"
-        table.append(_Ranked(lp[:width], ids, [len(table) + 1] * len(lp)))
-    table.append(_Ranked([], [], []))
+        cost = [-x if x < 0.0 else 0.0 for x in row if x > -math.inf]
+        assert cost == sorted(cost), f"depth {len(table) + 1}: candidates not in order: {row}"
+        assert len(set(ids[: len(cost)])) == len(cost), f"depth {len(table) + 1}: a token twice in {ids}"
+        table.append(_Ranked(cost[:width], ids, [len(table) + 1] * len(cost)))
+    table.append(_NONE)
     return table.__getitem__
 
 
@@ -89,13 +91,17 @@ def _of_trie(proposal: Trie, width: int | None) -> _States:
     for i, parent in enumerate(proposal.parents):
         assert 0 <= parent <= i, f"parents[{i}] = {parent} of a trie: want 0..{i}"
         children[parent].append(i)
+    lp, tokens = array("f", proposal.lp), proposal.tokens
 
     def group(node: int) -> _Ranked:
         # Sorted when the tree gets there: it visits few of a large trie's nodes.
-        found = [(-ctypes.c_float(proposal.lp[i]).value, proposal.tokens[i], i + 1) for i in children[node]]
-        assert len({token for _, token, _ in found}) == len(found), f"siblings share a token: {found}"
-        best = sorted((max(cost, 0.0), token, child) for cost, token, child in found if math.isfinite(cost))[:width]
-        return _Ranked([-cost for cost, _, _ in best], [token for _, token, _ in best], [child for _, _, child in best])
+        found = [(max(-lp[i], 0.0), tokens[i], i + 1) for i in children[node] if -math.inf < lp[i] < math.inf]
+        if not found:
+            return _NONE
+        found.sort()
+        best = _Ranked(*zip(*found[:width], strict=True))
+        assert len(set(best.ids)) == len(best.ids), f"siblings share a token: {found}"
+        return best
 
     return group
 
