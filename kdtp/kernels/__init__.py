@@ -3,7 +3,8 @@
 Every op has a torch form for CPU tensors; there is no CUDA form yet, so a tensor on another device is an error.
 
 Row invariance, bit for bit: what an op gives for a row depends on that row alone (and on its visible KV rows), never
-on which or how many rows share the call. The modules say how each op keeps that.
+on which or how many rows share the call. It holds for one machine and one number of threads; the modules say how each
+op keeps it, and tests hold it for MKL with AVX-512 and AVX2.
 """
 
 from kdtp.kernels.act import silu_mul

@@ -125,8 +125,9 @@ def _gathered(pieces: Sequence[Piece]) -> list[list[Piece]]:
 def _group(pieces: Sequence[Piece]) -> Keys:
     width = max(rows.shape[1] for rows, _ in pieces)
     count = sum(rows.shape[0] for rows, _ in pieces)
-    if count == 1:
-        width = max(width, 2 * BLOCK)  # never a batch of one product: a BLAS may treat it apart
+    # A BLAS cuts up single products when there are fewer of them than threads, and then sums in another order.
+    least = max(2, torch.get_num_threads())
+    width = max(width, -(-least // count) * BLOCK)
     rows = torch.cat([_widened(rows, width) for rows, _ in pieces])
     seen = torch.cat([seen for _, seen in pieces])
     bias = torch.zeros(count, width).masked_fill_(torch.arange(width) >= seen.unsqueeze(1), -torch.inf)

@@ -64,7 +64,7 @@ class ThreadComm:
 class Ranks:
     """All shards of a model, called alike; unused KV rows are NaN, pages come in random order."""
 
-    def __init__(self, path, tp=1, dtype="float32", pages=40, seed=0):
+    def __init__(self, path, tp=1, dtype="float32", pages=40, seed=0, threads=1):
         barrier, places = threading.Barrier(tp), [None] * tp
         comms = [ThreadComm(rank, tp, barrier, places) if tp > 1 else Solo() for rank in range(tp)]
         with kdtr.Reader(path) as reader:
@@ -74,7 +74,7 @@ class Ranks:
         self._barrier = barrier
         self._free = random.Random(seed).sample(range(pages), pages)
         self._pages = {}
-        self._pool = ThreadPoolExecutor(tp)
+        self._pool = ThreadPoolExecutor(tp, initializer=torch.set_num_threads, initargs=(threads,))
 
     def rows(self, seq, start, tokens, parents=None, pick=None):
         """SeqRows with the pages they need: a chain unless there are parents, every row picked unless told."""

@@ -71,7 +71,7 @@ def batches():
     yield [5] * 11  # the same row in every place
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "other"), [(37, 3), (64, 4), (25, 1), (257, 2)])
 @pytest.mark.parametrize("op", OPS)

@@ -12,11 +12,11 @@ import torch
 from compare import assert_same_bits
 from model_cases import GOLDEN, Ranks
 
-CASES = [
-    ("model_tiny", 1, "float32"),
-    ("model_v3", 1, "float32"),
-    ("model_v3", 2, "float32"),
-    ("model_v3", 1, "bfloat16"),
+CASES = [  # model, ranks, dtype, threads
+    ("model_tiny", 1, "float32", 1),
+    ("model_v3", 1, "float32", 4),
+    ("model_v3", 2, "float32", 1),
+    ("model_v3", 1, "bfloat16", 1),
 ]
 LENGTH = 72
 BORDERS = [0, 1, 63, 64, 65]
@@ -25,8 +25,8 @@ BORDERS = [0, 1, 63, 64, 65]
 class Text:
     """A random text and its plain decoding, one token after the other."""
 
-    def __init__(self, name, tp, dtype):
-        self.ranks = Ranks(GOLDEN[name], tp, dtype)
+    def __init__(self, name, tp, dtype, threads):
+        self.ranks = Ranks(GOLDEN[name], tp, dtype, threads=threads)
         self.rng = random.Random(3)
         self.vocab = self.ranks.config.vocab_size
         self.tokens = self.draw(LENGTH)
