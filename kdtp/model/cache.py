@@ -29,7 +29,9 @@ class PagedCache:
             self.kv.fill_(torch.nan)
 
     def append(self, seq: int, pages: Sequence[int]) -> None:
-        """Append pages to the table of `seq`, which is opened by its first call."""
+        """Append pages to the table of `seq`, which the first call opens."""
+        if seq in self._lines and not pages:
+            return
         for i, page in enumerate(pages):
             if not 0 <= page < self.pages:
                 raise RuntimeError(f"sequence {seq}: page {page} is not one of 0..{self.pages - 1}")
@@ -61,8 +63,10 @@ class PagedCache:
     def release(self, seqs: Iterable[int]) -> None:
         """Forget sequences; their pages are free."""
         for seq in seqs:
-            line = self.line(seq, 0)
+            if seq not in self._lines:
+                raise RuntimeError(f"sequence {seq} has no page table")
+            line = self._lines.pop(seq)
+            for row in line[::PAGE_ROWS].tolist():
+                del self._owner[row // PAGE_ROWS]
             if self._poison:
-                self.kv[:, self._lines[seq]] = torch.nan
-            del line, self._lines[seq]
-            self._owner = {page: owner for page, owner in self._owner.items() if owner != seq}
+                self.kv[:, line] = torch.nan
