@@ -109,14 +109,12 @@ typedef struct KdtpLinearArgs {
   const void* x;          // [rows, in] T; a row is x_stride elements after the one before
   const void* w;          // [out, in] T
   void* y;                // [rows, out] T, or f32 if out_f32; row stride y_stride
-  void* workspace;        // [workspace_bytes]: kdtp_linear_workspace says how many are needed
   int64_t rows;
   int64_t in;
   int64_t out;
   int64_t x_stride;
   int64_t y_stride;
   int64_t out_f32;        // 0 or 1
-  int64_t workspace_bytes;
   int64_t dtype;
   void* stream;
 } KdtpLinearArgs;
