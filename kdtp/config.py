@@ -227,7 +227,7 @@ DEVICES = ("cpu", "cuda")
 class EngineConfig:
     """How one engine runs: model file, ranks, sizes, deadlines.
 
-    threads: CPU threads per rank; 0 shares the machine's cores among the ranks.
+    threads: CPU threads per rank; 0 takes one for a small model, else shares the cores among the ranks.
     kv_tokens: rows of KV cache per rank, rounded up to whole pages; 0 takes 8 sequences of the model's longest
     context, at most 65536. max_batch: sequences per forward. prefill_chunk: prompt tokens per sequence and forward.
     max_queue: requests waiting before new ones are refused. Times in seconds: step_timeout is the least deadline of

@@ -46,6 +46,7 @@ from kdtp.types import (
 from kdtp.version import __version__
 
 WELCOME_TIMEOUT = 60.0  # seconds between hello and welcome
+_WIDE = 1024  # hidden size from which more threads than one pay; below, they mostly wait for each other
 _LAST_PAUSE = 1.0  # seconds to stay after the coordinator has ended: the launcher asks all ranks for their stacks
 
 Emit = Callable[[FromWorker, bytes | None], None]
@@ -105,11 +106,13 @@ class Worker:
         config = build(EngineConfig, welcome.config, "welcome")
         self._epoch = welcome.epoch
         self.coordinator_pid = welcome.coordinator_pid
-        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // self.size))
+        torch.set_num_threads(config.threads or 1)
         # The coordinator's deadline must pass first, so that it names the rank that hangs.
         comm = self._connect(max(60.0, 4 * config.step_timeout))
         pages = config.kv_tokens // PAGE_ROWS
         self._shard = Shard.load(config.model, comm, config.dtype, pages, self._progress)
+        if not config.threads and self._shard.config.hidden_size >= _WIDE:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
         comm.all_reduce(torch.zeros(1))
         self._emit(Ready(self._epoch, self.rank, digest(config), self._shard.model_hash), None)
 
