@@ -29,7 +29,7 @@ def structs(header: str) -> dict[str, type[ctypes.Structure]]:
     for match in _STRUCT.finditer(header):
         fields = [(name, _KINDS[kind]) for kind, name in _FIELD.findall(match.group(3))]
         op = re.sub(r"(?<!^)(?=[A-Z])", "_", match.group(2)).lower()
-        found[op] = type(match.group(1), (ctypes.Structure,), {"_fields_": fields})
+        found[op] = type(match.group(1), (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
     return found
 
 
