@@ -30,6 +30,11 @@ class Fleet:
         self.desync_checks = 0
         self._step_timeout = step_timeout
         self._seconds_per_row = 0.0
+        self._local = [link for link in links if isinstance(link, LocalLink)]
+        self._remote = [link for link in links if isinstance(link, ZmqLink)]
+        self._poller = zmq.Poller()
+        for link in self._remote:
+            self._poller.register(link.socket, zmq.POLLIN)
 
     def forward(self, seqs: Sequence[SeqRows], want_logits: bool = False) -> tuple[tuple[int, ...], bytes | None]:
         """One step on all ranks: an id for each picked row, and the float32 logits [R, V] of these rows if wanted.
@@ -93,7 +98,8 @@ class Fleet:
 
     def send(self, message: ToWorker) -> None:
         """To every rank; to those in other processes first, so that they work while a local one runs."""
-        for link in sorted(self.links, key=lambda link: isinstance(link, LocalLink)):
+        order: list[Link] = [*self._remote, *self._local]
+        for link in order:
             link.send(message)
 
     def arrivals(self, deadline: float) -> Iterator[Arrival]:
@@ -102,29 +108,32 @@ class Fleet:
         Raises EngineFault when a process has ended or a rank reports a Fault. Yields nothing after the deadline.
         """
         yielded = False
-        while not yielded:
-            for link in self.links:
+        while ready := self._ready(deadline):
+            for link in ready:
                 while (got := link.receive()) is not None:
                     yielded = True
                     if isinstance(got[0], Fault):
                         raise EngineFault(self._cause(f"rank {link.rank} failed: {got[0].text}"))
                     yield link, *got
-            if not yielded and not self._poll(deadline):
+            if yielded or time.monotonic() >= deadline:
                 return
 
-    def _poll(self, deadline: float) -> bool:
-        """Wait for input; whether there may be some."""
-        poller = zmq.Poller()
-        for link in self.links:
-            if isinstance(link, ZmqLink):
-                poller.register(link.socket, zmq.POLLIN)
-                if link.pidfd is not None:
-                    poller.register(link.pidfd, zmq.POLLIN)
-        left = deadline - time.monotonic()
-        ready = dict(poller.poll(max(0, int(left * 1000)))) if left > 0 else {}
-        if any(isinstance(link, ZmqLink) and link.pidfd in ready for link in self.links):
-            raise EngineFault(self._cause("a worker ended"))
-        return bool(ready)
+    def _ready(self, deadline: float) -> list[Link]:
+        """Links with input, after waiting for one. What a process sent before it ended is read first."""
+        ready: list[Link] = [link for link in self._local if link.pending]
+        if not ready:
+            self._watch()
+            polled = dict(self._poller.poll(max(0, int((deadline - time.monotonic()) * 1000))))
+            ready += [link for link in self._remote if link.socket in polled]
+            if polled and not ready:
+                raise EngineFault(self._cause("a worker ended"))
+        return ready
+
+    def _watch(self) -> None:
+        """Poll for the end of every process that has said hello."""
+        for link in self._remote:
+            if link.pidfd is not None and link.pidfd not in self._poller:
+                self._poller.register(link.pidfd, zmq.POLLIN)
 
     def _cause(self, text: str) -> str:
         # When a rank dies its peers fail in their collective at once: wait a moment, and name the dead one first.

@@ -76,6 +76,11 @@ class LocalLink:
         """The worker's way back."""
         self._inbox.append((message, frame))
 
+    @property
+    def pending(self) -> bool:
+        """Whether `receive` has a message."""
+        return bool(self._inbox)
+
     def send(self, message: ToWorker) -> None:
         assert self.handle is not None, "a local link without its worker"
         self.handle(message)
