@@ -1,0 +1,52 @@
+// Launches with what <<<>>> cannot say: clusters, and kernels that start before the one in front of them has ended.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <utility>
+
+namespace kdtp {
+
+constexpr int kSharedMost = 101376;  // bytes of shared memory that a block can have on sm_120
+
+struct Launch {
+  dim3 grid;
+  dim3 block;
+  size_t shared = 0;     // dynamic, bytes
+  unsigned cluster = 1;  // blocks in a row along x that can read each other's shared memory
+  bool overlap = false;  // start while the kernel before still runs: the kernel waits by wait_for_kernel_before()
+};
+
+// Launch `kernel`; returns the CUDA error.
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), const Launch& how, void* stream, Arguments&&... arguments) {
+  if (how.shared > 48 * 1024) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(how.shared));
+    if (error != cudaSuccess) return static_cast<int>(error);
+  }
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = how.cluster;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = how.overlap ? 1 : 0;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = how.grid;
+  config.blockDim = how.block;
+  config.dynamicSmemBytes = how.shared;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+}
+
+// Everything that the kernel before has written is there when this returns. Every block calls it, or the end of this
+// kernel would not mean the end of that one. Memory that is written by the kernel before is read by ordinary loads.
+__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Once every block has called it (or ended), the kernel behind may start, on what the device has left.
+__device__ __forceinline__ void let_kernel_behind_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+}  // namespace kdtp
