@@ -25,6 +25,7 @@ from kdtp.types import (
     SeqRows,
     Tokens,
     Tree,
+    depths,
 )
 
 _BYTES = 4  # of a float32 logit
@@ -180,8 +181,7 @@ class Coordinator:
         if request.prefilling:
             kept, new, at = tuple(range(len(rows.tokens))), list(chosen), [first]
         else:
-            grown = Tree(rows.tokens, rows.parents)
-            path = accept.walk(grown, chosen)
+            path = accept.walk(rows, chosen)
             kept, new = path.rows, [rows.tokens[row] for row in path.rows[1:]] + [path.bonus]
             at = [first + row for row in kept]
         request.start += len(kept)
@@ -189,7 +189,7 @@ class Coordinator:
         broken = NO_TOKEN in new
         emitted, reason = request.extend(new[: -1 if broken else None], self.model.max_position_embeddings)
         if start >= len(request.prompt):
-            self._count(request, max(grown.depths), min(len(kept) - 1, len(emitted)))
+            self._count(request, max(depths(rows.parents)), min(len(kept) - 1, len(emitted)))
         move = Move(rows.seq, start, kept) if kept != tuple(range(len(kept))) else None
         return Outcome(request, emitted, at[: len(emitted)], move, reason, broken and reason is None)
 
