@@ -11,19 +11,18 @@ constexpr int kDotOuts = 4, kDotRows = 8, kDotThreadsMost = 256;
 inline int dot_threads(int64_t in) { return in >= kDotThreadsMost ? kDotThreadsMost : static_cast<int>((in + 31) / 32 * 32); }
 
 // The warp's sum of each of 32 values; lane i gets that of value i. In every round a lane gives away half of what it
-// has: 31 exchanges in place of 160. The order is the same for all values.
-__device__ __forceinline__ float warp_sums(float (&value)[32]) {
+// has: 31 exchanges in place of 160. The order is the same for all values. (Rounds by recursion: a loop's arrays would
+// end up in local memory.)
+template <int kHalf = 16> __device__ __forceinline__ float warp_sums(const float (&value)[2 * kHalf]) {
+  const bool upper = threadIdx.x & kHalf;
+  float kept[kHalf];
 #pragma unroll
-  for (int half = 16; half > 0; half >>= 1) {
-    const bool upper = threadIdx.x & half;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float given = upper ? value[i] : value[i + half];
-      const float kept = upper ? value[i + half] : value[i];
-      value[i] = kept + __shfl_xor_sync(0xffffffffu, given, half);
-    }
+  for (int i = 0; i < kHalf; ++i) {
+    const float given = upper ? value[i] : value[i + kHalf];
+    kept[i] = (upper ? value[i + kHalf] : value[i]) + __shfl_xor_sync(0xffffffffu, given, kHalf);
   }
-  return value[0];
+  if constexpr (kHalf > 1) return warp_sums<kHalf / 2>(kept);
+  else return kept[0];
 }
 
 // w[o] . x[r] for a tile; lane o * 8 + r of the first warp gets it, the other warps nothing. Once per block.

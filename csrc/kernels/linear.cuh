@@ -21,7 +21,7 @@ template <typename T> __device__ __forceinline__ void store(const Linear& p, int
 }
 
 // Any size, any alignment. Grid: tiles of outputs, tiles of rows, heads.
-template <typename T> __global__ void __launch_bounds__(kDotThreadsMost) linear_kernel(const Linear p) {
+template <typename T> __global__ void __launch_bounds__(kDotThreadsMost, 2) linear_kernel(const Linear p) {
   const int out = blockIdx.x * kDotOuts, row = blockIdx.y * kDotRows, head = blockIdx.z;
   const T *w[kDotOuts], *x[kDotRows];
   // Beyond the edge the last one is taken again, and its sums are thrown away.
