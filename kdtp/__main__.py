@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from kdtp.version import __version__
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text)
         # Only the command that runs is imported: numpy alone takes longer than --help should.
         if given[:1] == [name]:
-            module = importlib.import_module(f"kdtp.cli.{name.replace('-', '_')}")
+            module = _module(name)
             module.add_flags(command)
             command.set_defaults(run=module.run)
     chosen = parser.parse_args(given)
@@ -44,6 +44,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _module(command: str) -> ModuleType:
+    if command == "generate":
+        from kdtp.cli import generate
+
+        return generate
+    if command == "engine":
+        from kdtp.cli import engine
+
+        return engine
+    if command == "build-kernels":
+        from kdtp.cli import build_kernels
+
+        return build_kernels
+    if command == "inspect":
+        from kdtp.cli import inspect
+
+        return inspect
+    from kdtp.cli import doctor
+
+    assert command == "doctor", command
+    return doctor
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from kdtp.model.comm import Solo
 def local_link() -> LocalLink:
     """A worker in this process, the only rank of its engine; it has said hello."""
     link = LocalLink(0)
-    worker = Worker(0, 1, link.emit, lambda timeout: Solo())
+    worker = Worker(0, 1, link.emit, lambda device, timeout: Solo())
     link.handle = worker.handle
     worker.hello()
     return link

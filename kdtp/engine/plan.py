@@ -15,6 +15,7 @@ from kdtp.model.weights import kdtr
 from kdtp.types import PAGE_ROWS
 
 FORMAT = "kdtp-model"
+LIBRARY = Path(__file__).parents[1] / "kernels" / "lib" / "libkdtp.so"  # as kernels.abi, which needs torch
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ def plan(config: EngineConfig) -> Plan:
     path = Path(config.model).resolve()
     if not path.is_file():
         raise ConfigError(f"model = {config.model!r}: must be a KDTR model file; there is no such file")
-    if config.device != "cpu":
-        raise ConfigError(f"device = {config.device!r}: this version has no CUDA kernels; must be cpu")
+    if config.device == "cuda":
+        _check_cuda()
     with kdtr.Reader(path) as reader:
         if reader.metadata.get("format") != FORMAT:
             raise ConfigError(f"{path}: format is {reader.metadata.get('format')!r}, must be {FORMAT!r}")
@@ -54,6 +55,13 @@ def plan(config: EngineConfig) -> Plan:
         raise ConfigError(f"drafter = 'oracle': {path.name} holds no golden tokens to know; must be none or ngram")
     resolved = dataclasses.replace(config, model=str(path), kv_tokens=config.pages(model) * PAGE_ROWS)
     return Plan(resolved, model, golden)
+
+
+def _check_cuda() -> None:
+    if not Path("/dev/nvidiactl").exists():
+        raise ConfigError("device = 'cuda': this machine has no NVIDIA driver; must be cpu")
+    if not LIBRARY.is_file():
+        raise ConfigError("device = 'cuda': the kernels are not built; run `kdtp build-kernels`")
 
 
 def _golden(reader: kdtr.Reader) -> Golden | None:

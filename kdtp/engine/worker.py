@@ -57,9 +57,9 @@ class Refused(RuntimeError):
 
 
 class Worker:
-    """One rank. `emit` takes its messages to the coordinator; `connect(timeout)` joins the group of ranks."""
+    """One rank. `emit` takes its messages to the coordinator; `connect(device, timeout)` joins the group of ranks."""
 
-    def __init__(self, rank: int, size: int, emit: Emit, connect: Callable[[float], Comm]) -> None:
+    def __init__(self, rank: int, size: int, emit: Emit, connect: Callable[[str, float], Comm]) -> None:
         self.rank = rank
         self.size = size
         self.coordinator_pid = 0
@@ -108,12 +108,13 @@ class Worker:
         self.coordinator_pid = welcome.coordinator_pid
         torch.set_num_threads(config.threads or 1)
         # The coordinator's deadline must pass first, so that it names the rank that hangs.
-        comm = self._connect(max(60.0, 4 * config.step_timeout))
+        comm = self._connect(config.device, max(60.0, 4 * config.step_timeout))
         pages = config.kv_tokens // PAGE_ROWS
-        self._shard = Shard.load(config.model, comm, config.dtype, pages, self._progress)
+        device = _device(config.device, self.rank)
+        self._shard = Shard.load(config.model, comm, config.dtype, pages, self._progress, device)
         if not config.threads and self._shard.config.hidden_size >= _WIDE:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
-        comm.all_reduce(torch.zeros(1))
+        comm.all_reduce(torch.zeros(1, device=device))
         self._emit(Ready(self._epoch, self.rank, digest(config), self._shard.model_hash), None)
 
     def fault(self, error: BaseException) -> Fault:
@@ -132,17 +133,17 @@ class Worker:
             if message.want_logits:
                 full = self._full(logits)
                 if self.rank == 0:
-                    frame, shape = full.numpy().tobytes(), (full.shape[0], full.shape[1])
+                    frame, shape = full.cpu().numpy().tobytes(), (full.shape[0], full.shape[1])
         self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), shape), frame)
 
     def _pick(self, logits: torch.Tensor, seqs: Sequence[SeqRows]) -> list[int]:
         """One id per picked row of this rank's vocabulary shard [R, V/N]; the same on every rank."""
-        rules = [seq.rule for seq in seqs for _ in range(seq.pick)]
-        if all(rule.temperature == 0.0 for rule in rules):
+        if all(seq.rule.temperature == 0.0 for seq in seqs):
             values, ids = pick.local_argmax(logits, self.shard.vocab_start)
             # One collective for both: float64 holds either exactly.
             best = self.shard.comm.all_gather(torch.stack([values.double(), ids.double()]))
             return pick.merge_argmax(best[:, 0], best[:, 1].long()).tolist()
+        rules = [seq.rule for seq in seqs for _ in range(seq.pick)]
         positions = [p + 1 for seq in seqs for p in _positions(seq)[len(seq.tokens) - seq.pick :]]
         return pick.sample(self._full(logits), positions, rules).tolist()
 
@@ -155,6 +156,16 @@ class Worker:
         if self._shard is None:
             raise Refused(reason)
         self.ended = True
+
+
+def _device(kind: str, rank: int) -> torch.device:
+    """Rank r of a machine takes its r-th GPU."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if rank >= torch.cuda.device_count():
+        raise ValueError(f"device = {kind!r}: rank {rank} of {torch.cuda.device_count()} GPUs that torch sees")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def _positions(seq: SeqRows) -> list[int]:
@@ -238,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     guard.exit_on_any_exception()
     log.setup(f"worker tp={rank}", chosen.log_level)
     socket = Socket(folder, rank)
-    worker = Worker(rank, size, socket.emit, lambda timeout: comms.connect(rank, size, timeout))
+    worker = Worker(rank, size, socket.emit, lambda device, timeout: comms.connect(device, rank, size, timeout))
     try:
         serve(worker, socket)
     except (EOFError, Refused) as error:

@@ -1,6 +1,7 @@
 """The ops of the engine: one function each, chosen by the device of its tensors.
 
-Every op has a torch form for CPU tensors; there is no CUDA form yet, so a tensor on another device is an error.
+Every op has a torch form for CPU tensors and a CUDA form (kernels.cuda, csrc/), chosen by the tensor's device and never
+as a fallback. A form that does not exist is an error that says so.
 
 Row invariance, bit for bit: what an op gives for a row depends on that row alone (and on its visible KV rows), never
 on which or how many rows share the call. It holds for one machine and one number of threads; the modules say how each
@@ -10,10 +11,11 @@ op keeps it, and tests hold it for MKL with AVX-512 and AVX2.
 from kdtp.kernels.act import silu_mul
 from kdtp.kernels.cache import kv_move, kv_write
 from kdtp.kernels.embedding import embedding
-from kdtp.kernels.linear import TILE, linear, linear_heads
+from kdtp.kernels.linear import TILE, linear, linear_heads, stored
 from kdtp.kernels.mla import BLOCK, Keys, mla_tree, plan_keys
 from kdtp.kernels.moe import moe
 from kdtp.kernels.norm import add_rms_norm, rms_norm
+from kdtp.kernels.prep import mla_prep
 from kdtp.kernels.rope import rope
 from kdtp.kernels.router import Routing, router
 from kdtp.kernels.topk import topk_logsumexp
@@ -29,6 +31,7 @@ __all__ = [
     "kv_write",
     "linear",
     "linear_heads",
+    "mla_prep",
     "mla_tree",
     "moe",
     "plan_keys",
@@ -36,5 +39,6 @@ __all__ = [
     "rope",
     "router",
     "silu_mul",
+    "stored",
     "topk_logsumexp",
 ]

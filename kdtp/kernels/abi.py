@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 LIBRARY = Path(__file__).parent / "lib" / "libkdtp.so"
+Fields = dict[str, Any]  # of an op's struct, by name: int, float, tensor or None
 ILLEGAL = -1
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _STRUCT = re.compile(r"typedef struct (Kdtp(\w+)Args) \{(.*?)\} \1;", re.DOTALL)
@@ -51,10 +52,15 @@ class Library:
 
     def call(self, op: str, stream: int, **fields: int | float | torch.Tensor | None) -> None:
         """Run kdtp_<op> on `stream`; tensors are passed by their address, and must live until it has run."""
-        arguments = self.structs[op](stream=stream)
+        self.launch(op, self.arguments(op, stream=stream, **fields))
+
+    def arguments(self, op: str, **fields: int | float | torch.Tensor | None) -> ctypes.Structure:
+        """The op's struct; fields that are not named are 0 or null."""
+        made = self.structs[op]()
         for name, value in fields.items():
-            setattr(arguments, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
-        self.launch(op, arguments)
+            assert hasattr(made, name), f"{op} has no field {name}"
+            setattr(made, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
+        return made
 
     def launch(self, op: str, arguments: ctypes.Structure) -> None:
         """Run kdtp_<op> on a struct that was made before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kdtp.kernels import cuda
 from kdtp.kernels.check import FLOATS, check
 
 
@@ -13,6 +14,8 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
     x [M, 2 * I] float32 or bfloat16 -> [M, I] of that dtype. Raises as kernels.check.
     """
+    if x.is_cuda:
+        return cuda.silu_mul(x)
     check("silu_mul", "x", x, FLOATS, None, None)
     if x.shape[1] % 2:
         raise ValueError(f"silu_mul: x has {x.shape[1]} columns: must be even")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kdtp.kernels import cuda
 from kdtp.kernels.check import FLOATS, INDEX, check
 
 
@@ -23,6 +24,9 @@ def kv_move(kv: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> Non
 
     kv [layers, N, D], source, target int64 [n], targets distinct. Raises as kernels.check.
     """
+    if kv.is_cuda:
+        cuda.kv_move(kv, source, target)
+        return
     check("kv_move", "kv", kv, FLOATS, None, None, None)
     check("kv_move", "source", source, INDEX, None)
     check("kv_move", "target", target, INDEX, source.shape[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kdtp.kernels import cuda
 from kdtp.kernels.check import FLOATS, INDEX, check
 
 
@@ -13,6 +14,8 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tens
     ids int64 [M]; weight [n, H]: the rows of ids first .. first + n - 1 -> [M, H] of weight's dtype.
     Raises as kernels.check.
     """
+    if weight.is_cuda:
+        return cuda.embedding(ids, weight, first)
     check("embedding", "ids", ids, INDEX, None)
     check("embedding", "weight", weight, FLOATS, None, None)
     local = ids - first

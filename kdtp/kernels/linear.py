@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kdtp.kernels import cuda
 from kdtp.kernels.check import FLOATS, check
 
 # A BLAS picks its kernel, and with it the order of summation, by the shape of the product. So every product is done
@@ -18,6 +19,8 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
     x [M, in], w [in, out], float32 or bfloat16 alike -> [M, out] of that dtype. Raises as kernels.check.
     """
+    if x.is_cuda:
+        return cuda.linear(x, w)
     check("linear", "x", x, FLOATS, None, w.shape[0])
     check("linear", "w", w, (x.dtype,), None, None)
     if x.shape[0] == TILE:
@@ -29,17 +32,24 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return out.view(-1, w.shape[1])[: x.shape[0]]
 
 
-def linear_heads(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def linear_heads(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """x[:, i] @ w[i] for each head i.
 
-    x [M, h, in] (rows of a head may be strided), w [h, in, out] -> [M, h, out]. Raises as kernels.check.
+    x [M, h, in] (rows of a head may be strided), w [h, in, out] -> [M, h, out], written into `out` if that is given.
+    Raises as kernels.check.
     """
+    if x.is_cuda:
+        return cuda.linear_heads(x, w, out)
     check("linear_heads", "x", x, FLOATS, None, w.shape[0], w.shape[1])
     check("linear_heads", "w", w, (x.dtype,), None, None, None)
-    if x.shape[0] == TILE:
-        return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
-    tiles = [torch.bmm(tile.transpose(0, 1), w) for tile in whole_tiles(x).unbind()]
-    return torch.cat(tiles, 1).transpose(0, 1)[: x.shape[0]]
+    tiles = [x] if x.shape[0] == TILE else whole_tiles(x).unbind()
+    product = torch.cat([torch.bmm(tile.transpose(0, 1), w) for tile in tiles], 1).transpose(0, 1)[: x.shape[0]]
+    return product if out is None else out.copy_(product)
+
+
+def stored(w: torch.Tensor) -> torch.Tensor:
+    """A weight [.., in, out] laid out as the ops of its device read it: K-major on a GPU, as it is on a CPU."""
+    return cuda.stored(w) if w.is_cuda else w
 
 
 def whole_tiles(x: torch.Tensor) -> torch.Tensor:

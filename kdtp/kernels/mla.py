@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kdtp.kernels import cuda
 from kdtp.kernels.check import FLOATS, check, check_rows
 
 BLOCK = 64
@@ -49,13 +50,17 @@ def plan_keys(lines: Sequence[torch.Tensor], parents: Sequence[Sequence[int]]) -
     return [_group(group) for group in _gathered(pieces)]
 
 
-def mla_tree(q: torch.Tensor, kv: torch.Tensor, keys: Sequence[Keys], scale: float, kv_lora_rank: int) -> torch.Tensor:
+def mla_tree(
+    q: torch.Tensor, kv: torch.Tensor, keys: Sequence[Keys] | cuda.Tables, scale: float, kv_lora_rank: int
+) -> torch.Tensor:
     """softmax(scale * q @ k) @ latent for M query rows, each over its own keys, in float32.
 
     q [M', h, D], kv [N, D] (latent, then rope part), float32 or bfloat16 alike; keys from plan_keys, for M <= M' rows
     (those behind the M-th are padding, and come out as 0) -> [M', h, kv_lora_rank] of q's dtype.
     Raises as kernels.check. Source: DeepSeek-V2, section 2.1 (absorbed); ddtree.md section 4 for what a row sees.
     """
+    if isinstance(keys, cuda.Tables):
+        return cuda.mla_tree(q, kv, keys, scale, kv_lora_rank)
     check("mla_tree", "q", q, FLOATS, None, None, kv.shape[1])
     check("mla_tree", "kv", kv, (q.dtype,), None, None)
     check_rows("mla_tree", sum(group.count for group in keys), q.shape[0])

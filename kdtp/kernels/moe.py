@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kdtp.kernels import cuda
 from kdtp.kernels.act import silu_mul
 from kdtp.kernels.check import FLOAT32, FLOATS, INDEX, check, check_rows
 from kdtp.kernels.linear import TILE
@@ -20,6 +21,8 @@ def moe(
     out as 0), w_gate_up [E, H, 2 * I] (gate, then up), w_down [E, I, H]; x and the experts float32 or bfloat16 alike,
     the sum in float32 -> [M', H] of x's dtype. Raises as kernels.check.
     """
+    if x.is_cuda:
+        return cuda.moe(x, ids, weights, w_gate_up, w_down)
     check("moe", "x", x, FLOATS, None, w_gate_up.shape[1])
     check("moe", "ids", ids, INDEX, None, None)
     check_rows("moe", ids.shape[0], x.shape[0])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kdtp.kernels import cuda
 from kdtp.kernels.check import FLOAT32, check
 
 
@@ -32,6 +33,8 @@ def router(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) ->
     -> ids int64 [M, topk], weights float32 [M, topk]. Raises as kernels.check.
     Source: modeling_deepseek_v2 / v3 (MoEGate).
     """
+    if logits.is_cuda:
+        return cuda.router(logits, bias, routing)
     check("router", "logits", logits, FLOAT32, None, None)
     if bias is not None:
         check("router", "bias", bias, FLOAT32, logits.shape[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kdtp.kernels import cuda
 from kdtp.kernels.check import FLOAT32, check
 
 
@@ -14,6 +15,8 @@ def topk_logsumexp(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     all V, never above 0; -inf for a candidate whose logit is. A row whose logsumexp is NaN or +inf is unusable: its lp
     are NaN. Raises as kernels.check, ValueError for k.
     """
+    if logits.is_cuda:
+        return cuda.topk_logsumexp(logits, k)
     check("topk_logsumexp", "logits", logits, FLOAT32, None, None)
     if k < 1:
         raise ValueError(f"topk_logsumexp: k = {k}: must be at least 1")

@@ -16,12 +16,19 @@ class PagedCache:
 
     Latent rows are the same on every rank, so one page map, the coordinator's, is true for all; it is checked here.
     RuntimeError for a page that does not exist or is another's, a row beyond the table, an unknown sequence.
-    poison: rows without content are NaN, so that reading one shows.
+    poison: rows without content are NaN, so that reading one shows. Tables stay on the host.
     """
 
-    def __init__(self, config: ModelConfig, pages: int, dtype: torch.dtype, poison: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        pages: int,
+        dtype: torch.dtype,
+        poison: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
         self.pages = pages
-        self.kv = torch.zeros(config.num_hidden_layers, pages * PAGE_ROWS, config.kv_row, dtype=dtype)
+        self.kv = torch.zeros(config.num_hidden_layers, pages * PAGE_ROWS, config.kv_row, dtype=dtype, device=device)
         self._poison = poison
         self._owner: dict[int, int] = {}
         self._lines: dict[int, torch.Tensor] = {}  # per sequence, the cache row of each of its rows
@@ -51,14 +58,20 @@ class PagedCache:
             raise RuntimeError(f"sequence {seq}: row {count - 1} lies beyond its {len(line)} rows")
         return line[:count]
 
+    def table(self, seq: int) -> list[int]:
+        """The pages of `seq`, in order."""
+        return [row // PAGE_ROWS for row in self._lines[seq][::PAGE_ROWS].tolist()]
+
     def move(self, seq: int, start: int, kept: Sequence[int]) -> None:
         """Rows start + kept[k] become rows start + k in all layers; the rows behind them have no content any more."""
         line = self.line(seq, start + kept[-1] + 1)
         far = [k for k, row in enumerate(kept) if row != k]
         if far:
-            kernels.kv_move(self.kv, line[[start + kept[k] for k in far]], line[[start + k for k in far]])
+            rows = torch.stack([line[[start + kept[k] for k in far]], line[[start + k for k in far]]])
+            source, target = rows.to(self.kv.device)
+            kernels.kv_move(self.kv, source, target)
         if self._poison:
-            self.kv[:, self._lines[seq][start + len(kept) :]] = torch.nan
+            self.kv[:, self._lines[seq][start + len(kept) :].to(self.kv.device)] = torch.nan
 
     def release(self, seqs: Iterable[int]) -> None:
         """Forget sequences; their pages are free."""
@@ -69,4 +82,4 @@ class PagedCache:
             for row in line[::PAGE_ROWS].tolist():
                 del self._owner[row // PAGE_ROWS]
             if self._poison:
-                self.kv[:, line] = torch.nan
+                self.kv[:, line.to(self.kv.device)] = torch.nan

@@ -63,6 +63,16 @@ class Gloo:
         return parts
 
 
+class Nccl(Gloo):
+    """GPUs over torch.distributed's NCCL, in its default group, which must be initialised."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As Comm."""
+        parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+        dist.all_gather(list(parts.unbind()), x.contiguous())
+        return parts
+
+
 def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
     """The sum of parts [size, ...], first to last, in float32 for bfloat16: never in an order of gloo's own."""
     total = parts[0] if parts.dtype != torch.bfloat16 else parts[0].float()
@@ -71,7 +81,7 @@ def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
     return total.to(parts.dtype)
 
 
-def connect(rank: int, size: int, timeout: float) -> Comm:
+def connect(device: str, rank: int, size: int, timeout: float) -> Comm:
     """Join the ranks of a model; every rank calls this once. timeout: seconds for this and each later collective.
 
     Finds the others by MASTER_ADDR and MASTER_PORT, which the launcher and torchrun set. Raises RuntimeError
@@ -79,5 +89,6 @@ def connect(rank: int, size: int, timeout: float) -> Comm:
     """
     if size == 1:
         return Solo()
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-    return Gloo()
+    backend, kind = ("gloo", Gloo) if device == "cpu" else ("nccl", Nccl)
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    return kind()

@@ -43,21 +43,17 @@ class Mla:
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         """Write the KV rows of x [M', H] into kv [N, kv_row], attend -> this rank's partial sum [M', H]."""
-        nope = self.config.qk_nope_head_dim
-        q, latent, k_rope = self._project(x)
-        # One rotation for all: the key's rope part is one more head.
-        turned = kernels.rope(torch.cat([q[..., nope:], k_rope.unsqueeze(1)], 1), batch.cos, batch.sin)
-        new = torch.cat([self.latent_norm(latent), turned[:, -1]], 1)
-        kernels.kv_write(kv, batch.rows, new[: len(batch.rows)])
-        absorbed = torch.cat([kernels.linear_heads(q[..., :nope], self.w_kc), turned[:, :-1]], -1)
-        scale = softmax_scale(self.config)
-        latents = kernels.mla_tree(absorbed, kv, batch.keys, scale, self.config.kv_lora_rank)
+        nope, lora = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+        q, kv_new = self._project(x)
+        norm = self.latent_norm
+        absorbed = kernels.mla_prep(q, kv_new, norm.weight, norm.eps, batch.cos, batch.sin, batch.rows, kv)
+        kernels.linear_heads(q[..., :nope], self.w_kc, absorbed[..., :lora])
+        latents = kernels.mla_tree(absorbed, kv, batch.keys, softmax_scale(self.config), lora)
         return kernels.linear(kernels.linear_heads(latents, self.w_vc).flatten(1), self.w_o)
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [M, h, nope + rope], latents before their norm [M, kv_lora], keys' rope parts [M, rope]."""
-        latent, rope = self.config.kv_lora_rank, self.config.qk_rope_head_dim
-        q, c, k_rope = torch.split(kernels.linear(x, self.w_in), [self.w_in.shape[1] - latent - rope, latent, rope], 1)
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [M', h, nope + rope], and KV rows before norm and rotation [M', kv_lora + rope]."""
+        q, kv_new = torch.tensor_split(kernels.linear(x, self.w_in), [-self.config.kv_row], 1)
         if self.query is not None:
             q = self.query(q)
-        return q.reshape(x.shape[0], self.w_kc.shape[0], -1), c, k_rope
+        return q.view(x.shape[0], self.w_kc.shape[0], -1), kv_new

@@ -9,13 +9,18 @@ import torch
 from kdtp.config import ModelConfig, YarnConfig
 
 
-def tables(config: ModelConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin for kernels.rope at positions 0 .. positions - 1: float32 [positions, 1, rope], made in float64.
+def tables(
+    config: ModelConfig, positions: int, device: torch.device | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin at positions 0 .. positions - 1 as kernels.mla_prep takes them, made in float64: float32
+    [positions, 1, rope] for a CPU (cosines twice, minus the sines then the sines), [positions, rope / 2] for a GPU.
 
     One table for all forwards: what a position gets cannot depend on its neighbours.
     """
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * inverse_frequencies(config)
     cos, sin = (angles.cos() * _amplitude(config)).float(), (angles.sin() * _amplitude(config)).float()
+    if device is not None and device.type != "cpu":
+        return cos.to(device), sin.to(device)
     return torch.cat([cos, cos], 1).unsqueeze(1), torch.cat([-sin, sin], 1).unsqueeze(1)
 
 

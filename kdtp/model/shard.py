@@ -9,14 +9,14 @@ import torch
 
 from kdtp import kernels
 from kdtp.model import rope
-from kdtp.model.batch import Batch, plan
+from kdtp.model.batch import Batch, plan_device, plan_host
 from kdtp.model.cache import PagedCache
 from kdtp.model.comm import Comm
 from kdtp.model.layers import Mlp, Norm
 from kdtp.model.mla import Mla, Query
 from kdtp.model.moe import Moe, routing
 from kdtp.model.weights.kdtr import Reader
-from kdtp.model.weights.load import Progress, Weights
+from kdtp.model.weights.load import CPU, Progress, Weights
 from kdtp.types import PAGE_ROWS, Move, SeqRows
 
 
@@ -51,19 +51,22 @@ class Shard:
         self.config = weights.config
         self.comm = comm
         self.model_hash = weights.model_hash
-        self.cache = PagedCache(self.config, pages, weights.dtype, poison)
+        self.device = weights.device
+        self.cache = PagedCache(self.config, pages, weights.dtype, poison, self.device)
         self.vocab_start = weights.vocab_start
-        self._cos, self._sin = rope.tables(self.config, pages * PAGE_ROWS)
+        self._cos, self._sin = rope.tables(self.config, pages * PAGE_ROWS, self.device)
         self._embed = weights.take("embed")
         self._layers = [_layer(weights, comm, i) for i in range(self.config.num_hidden_layers)]
         self._final_norm = Norm(weights.take("final_norm"), self.config.rms_norm_eps)
-        self._head = weights.take("head")
+        self._head = kernels.stored(weights.take("head"))
 
     @classmethod
-    def load(cls, path: str, comm: Comm, dtype: str, pages: int, progress: Progress) -> Shard:
+    def load(
+        cls, path: str, comm: Comm, dtype: str, pages: int, progress: Progress, device: torch.device = CPU
+    ) -> Shard:
         """Read this rank's part of a KDTR model file, with `pages` pages of KV cache; errors as Weights."""
         with Reader(path) as reader:
-            return cls(Weights(reader, comm.rank, comm.size, dtype, progress), comm, pages)
+            return cls(Weights(reader, comm.rank, comm.size, dtype, progress, device), comm, pages)
 
     def forward_tokens(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
         """Run a ragged batch: prefill is a causal chunk, plain decoding a tree of one node, verification a tree.
@@ -77,6 +80,7 @@ class Shard:
             self.cache.append(seq.seq, seq.new_pages)
         logits = self._no_logits(sum(seq.pick for seq in seqs))
         with torch.inference_mode():
+            plan = plan_host if self.device.type == "cpu" else plan_device
             batch = plan(seqs, self.cache, self._cos, self._sin)
             hidden = self._hidden(batch)[batch.picked]
             if len(hidden):
@@ -92,7 +96,8 @@ class Shard:
 
     def _no_logits(self, rows: int) -> torch.Tensor:
         # The ranks' parts have one width, so that they can be gathered; the last ones may hold less.
-        return torch.full((rows, -(-self.config.vocab_size // self.comm.size)), -torch.inf)
+        width = -(-self.config.vocab_size // self.comm.size)
+        return torch.full((rows, width), -torch.inf, device=self.device)
 
     def commit(self, moves: Iterable[Move]) -> None:
         """Make the kept rows of verified trees committed ones."""
@@ -116,22 +121,23 @@ def _layer(weights: Weights, comm: Comm, i: int) -> Layer:
     def norm(name: str) -> Norm:
         return Norm(take(name), weights.config.rms_norm_eps)
 
-    def mlp(prefix: str) -> Mlp:
-        return Mlp(gate_up(prefix), take(f"{prefix}w_down"))
+    def matrix(*names: str) -> torch.Tensor:
+        return kernels.stored(torch.cat([take(name) for name in names], -1))
 
-    def gate_up(prefix: str) -> torch.Tensor:
-        return torch.cat([take(f"{prefix}w_gate"), take(f"{prefix}w_up")], -1)
+    def mlp(prefix: str) -> Mlp:
+        return Mlp(matrix(f"{prefix}w_gate", f"{prefix}w_up"), matrix(f"{prefix}w_down"))
 
     def moe() -> Moe:
         bias = take("router_bias") if config.topk_method == "noaux_tc" else None
         shared = mlp("shared.") if config.n_shared_experts else None
-        return Moe(routing(config), take("router"), bias, gate_up("experts."), take("experts.w_down"), shared)
+        experts = matrix("experts.w_gate", "experts.w_up"), matrix("experts.w_down")
+        return Moe(routing(config), matrix("router"), bias, *experts, shared)
 
     def attention() -> Mla:
         low_rank = config.q_lora_rank > 0
-        w_in = torch.cat([take("w_q_a" if low_rank else "w_q"), take("w_kv_a")], 1)
-        query = Query(norm("q_a_norm"), take("w_q_b")) if low_rank else None
-        return Mla(config, w_in, query, norm("kv_a_norm"), take("w_kc"), take("w_vc"), take("w_o"))
+        w_in = matrix("w_q_a" if low_rank else "w_q", "w_kv_a")
+        query = Query(norm("q_a_norm"), matrix("w_q_b")) if low_rank else None
+        return Mla(config, w_in, query, norm("kv_a_norm"), matrix("w_kc"), matrix("w_vc"), matrix("w_o"))
 
     config = weights.config
     return Layer(norm("attn_norm"), attention(), norm("mlp_norm"), moe() if config.is_moe[i] else mlp(""), comm)

@@ -30,7 +30,7 @@ def test_bfloat16_is_summed_in_float32():
 
 
 def test_one_rank_needs_no_group():
-    comm = connect(0, 1, 1.0)
+    comm = connect("cpu", 0, 1, 1.0)
     x = torch.arange(3)
     assert isinstance(comm, Solo)
     assert_same_bits(comm.all_reduce(x), x)
@@ -45,7 +45,7 @@ RANK = """
     from kdtp.types import Rule, SeqRows
 
     rank, out = int(sys.argv[1]), sys.argv[2]
-    comm = connect(rank, 2, 30.0)
+    comm = connect("cpu", rank, 2, 30.0)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         x = torch.tensor([[1, 2, 3]], dtype=dtype) * (rank + 1)
         assert comm.all_gather(x).tolist() == [[[1, 2, 3]], [[2, 4, 6]]], dtype

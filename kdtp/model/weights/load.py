@@ -14,6 +14,7 @@ from kdtp.model.weights.kdtr import Reader
 from kdtp.model.weights.table import parameters, span
 
 Progress = Callable[[int, int], None]
+CPU = torch.device("cpu")
 
 
 class Weights:
@@ -24,7 +25,9 @@ class Weights:
     that does not divide the model.
     """
 
-    def __init__(self, reader: Reader, rank: int, size: int, dtype: str, progress: Progress) -> None:
+    def __init__(
+        self, reader: Reader, rank: int, size: int, dtype: str, progress: Progress, device: torch.device = CPU
+    ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
         kind = reader.metadata.get("format")
@@ -35,6 +38,7 @@ class Weights:
             raise ValueError(f"tp = {size}: {reader.path} can be split over {self.config.legal_tp()} ranks")
         self.rank, self.size = rank, size
         self.dtype: torch.dtype = getattr(torch, dtype)
+        self.device = device
         self.model_hash = _digest(reader)
         self._reader = reader
         self._table = parameters(self.config)
@@ -55,7 +59,7 @@ class Weights:
         tensor = torch.from_numpy(np.array(part)).to(torch.float32 if param.exact else self.dtype)
         self._done += self._reader.entries[name].nbytes
         self._progress(self._done, self._total)
-        return tensor
+        return tensor.to(self.device)
 
     def _check(self) -> None:
         path, entries = self._reader.path, self._reader.entries
