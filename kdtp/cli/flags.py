@@ -54,7 +54,10 @@ def _add(parser: argparse.ArgumentParser, cls: Any, flags: dict[str, tuple[str, 
         kind = type(default) if isinstance(default, int | float) else (_floats if isinstance(default, tuple) else str)
         shown = "" if default is dataclasses.MISSING else f" (default {_plain(default)})"
         dest = f"{title}.{name}"
-        group.add_argument(f"--{flag}", dest=dest, type=kind, default=argparse.SUPPRESS, help=text + shown)
+        mark = flag.rpartition("-")[2].upper()
+        group.add_argument(
+            f"--{flag}", dest=dest, type=kind, default=argparse.SUPPRESS, metavar=mark, help=text + shown
+        )
 
 
 def _plain(value: object) -> str:
