@@ -77,14 +77,16 @@ typedef struct KdtpMlaPrepArgs {
 } KdtpMlaPrepArgs;
 
 // softmax(scale * q k) latent over the paged cache. Row r of sequence b sees the committed rows 0 .. starts[b] - 1, its
-// ancestors among the sequence's own rows of this call, and itself. Row i of the sequence is stored at start + i.
+// ancestors among the sequence's own rows of this call, and itself. Row i of the sequence is stored at start + i; the
+// rows of a sequence follow each other in q, parents before children.
 typedef struct KdtpMlaTreeArgs {
   const void* q;          // [rows, heads, lora + rope] T
   const void* kv;         // [*, lora + rope] T: one layer of the cache
   void* out;              // [rows, heads, lora] T
   const void* row_seq;    // [rows] i32: sequence of each row, -1 for padding (out is then 0)
   const void* row_depth;  // [rows] i32: depth of each row below its sequence's first row
-  const void* path;       // [rows, max_depth] i32: the row's ancestors by depth, as index within the sequence; itself last
+  const void* path;       // [rows, max_depth] i32: the row's ancestors by depth, as index in the sequence; itself last.
+                          // Not read for a row whose depth is its index: all rows before it are its ancestors then
   const void* starts;     // [seqs] i32
   const void* first_row;  // [seqs] i32: the sequence's first row in q
   const void* pages;      // [seqs, max_pages] i32: page table, pages of 64 rows
@@ -97,7 +99,8 @@ typedef struct KdtpMlaTreeArgs {
   int64_t max_depth;
   int64_t max_pages;
   int64_t max_start;      // the largest of starts, or anything above: sizes the grid
-  int64_t split;          // positions per split, a multiple of 64: fixed by the engine, never by the batch
+  int64_t split;          // positions per split, a power of two, at least 64; at low positions splits are shorter.
+                          // Fixed by the engine, never by the batch
   int64_t workspace_bytes;
   double scale;
   int64_t dtype;
@@ -136,7 +139,9 @@ typedef struct KdtpLinearHeadsArgs {
   void* stream;
 } KdtpLinearHeadsArgs;
 
-// Choice of experts, ids ascending; among equal scores the lowest id.
+// Choice of experts, ids ascending; among equal scores the lowest id. `norm`: the weights are divided by their sum, and
+// scaled only if there is a bias, as DeepSeek-V2 (without) either norms or scales; a single expert without bias is not
+// normed.
 typedef struct KdtpRouterArgs {
   const void* logits;     // [rows, experts] f32
   const void* bias;       // [experts] f32, or null; only with sigmoid
@@ -145,8 +150,8 @@ typedef struct KdtpRouterArgs {
   int64_t rows;
   int64_t experts;        // 1..1024
   int64_t topk;           // 1..32
-  int64_t groups;
-  int64_t topk_group;
+  int64_t groups;         // a divisor of experts; groups of at least 2 if there is a bias and more than one group
+  int64_t topk_group;     // 1..groups, of at least topk experts together
   int64_t scoring;
   int64_t norm;           // norm_topk_prob: 0 or 1
   double scale;
@@ -191,14 +196,12 @@ typedef struct KdtpMoeRepackArgs {
 // The K best of each row by (logit descending, id ascending), with log-probabilities under the row's full softmax.
 typedef struct KdtpTopkArgs {
   const void* logits;     // [rows, vocab] f32; row stride `stride`
-  void* lp;               // [rows, k] f32; NaN for a row whose logsumexp is NaN or +inf
-  void* ids;              // [rows, k] i64
-  void* workspace;        // [workspace_bytes]: kdtp_topk_workspace says how many are needed
+  void* lp;               // [rows, k] f32, at most 0; NaN for a row whose logsumexp is NaN or +inf
+  void* ids;              // [rows, k] i64; 0 .. k - 1 for such a row
   int64_t rows;
-  int64_t vocab;
+  int64_t vocab;          // 1..262144
   int64_t stride;
   int64_t k;              // 1..64, at most vocab
-  int64_t workspace_bytes;
   void* stream;
 } KdtpTopkArgs;
 
@@ -214,7 +217,8 @@ typedef struct KdtpArgmaxArgs {
   void* stream;
 } KdtpArgmaxArgs;
 
-// Best-first trees under kdtp's total order; one block per sequence.
+// Best-first trees under kdtp's total order; one block per sequence. Budgets and depths beyond what is legal count as
+// the nearest legal one. A row of lp that holds NaN or +inf, or is out of order, ends the tree above it.
 typedef struct KdtpTreeBuildArgs {
   const void* lp;         // [seqs, depth, k] f32, each row sorted by (lp descending, id ascending)
   const void* ids;        // [seqs, depth, k] i64
@@ -227,13 +231,11 @@ typedef struct KdtpTreeBuildArgs {
   void* positions;        // [seqs, max_nodes] i32
   void* ancestors;        // [seqs, max_nodes, words] u64: bit j of a node's row: j is an ancestor or itself
   void* counts;           // [seqs] i32: nodes, root included
-  void* workspace;        // [workspace_bytes]: kdtp_tree_build_workspace says how many are needed
   int64_t seqs;
   int64_t depth;          // 0..64
   int64_t k;              // 1..64
   int64_t max_nodes;      // 1..1025
   int64_t words;          // ceil(max_nodes / 64)
-  int64_t workspace_bytes;
   void* stream;
 } KdtpTreeBuildArgs;
 
