@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
+import reprlib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,45 +24,61 @@ C = TypeVar("C")
 
 
 class ConfigError(ValueError):
-    """A configuration value that cannot be; the text names it and what is legal."""
+    """A configuration value that cannot be; the text names it and what is legal, `key` is its name alone."""
+
+    def __init__(self, text: str, key: str = "") -> None:
+        super().__init__(text)
+        self.key = key
 
 
 def _want(ok: bool, key: str, value: object, legal: str) -> None:
     if not ok:
-        raise ConfigError(f"{key} = {value!r}: must be {legal}")
+        raise ConfigError(f"{key} = {reprlib.repr(value)}: must be {legal}", key)
+
+
+class Range(NamedTuple):
+    """The legal values of a field, ends included: Annotated[int, Range(1, 8)]."""
+
+    least: float
+    most: float
+
+
+def _want_in(least: float, most: float, key: str, value: float) -> None:
+    _want(least <= value <= most, key, value, f"{least}..{most}")  # NaN is in no range
+
+
+def _check_ranges(config: object, prefix: str = "") -> None:
+    for key, hint in typing.get_type_hints(type(config), include_extras=True).items():
+        for legal in getattr(hint, "__metadata__", ()):
+            _want_in(legal.least, legal.most, prefix + key, getattr(config, key))
+
+
+# Bounds of a model's sizes are well above any published one, and low enough that what is made for a config (the table
+# of its parameters, say) stays small: these numbers come from a file.
+Width = Annotated[int, Range(1, 1 << 20)]
+HeadDim = Annotated[int, Range(1, 4096)]
+MaybeCount = Annotated[int, Range(0, 1 << 16)]  # 0 where a dense model has none
+Positions = Annotated[int, Range(1, 1 << 24)]  # as many as a request's prompt may have on the wire
+Seconds = Annotated[float, Range(0.001, 86400.0)]
+_MOST_RANKS = 1024
+_MOST_ENDS = 1024
+_DEEPEST = 64  # draft positions
 
 
 @dataclass(frozen=True)
 class YarnConfig:
     """YaRN context extension (config.json `rope_scaling`): all lengths in tokens."""
 
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
+    factor: Annotated[float, Range(1.0, 1e6)]
+    original_max_position_embeddings: Positions
+    beta_fast: Annotated[float, Range(0.001, 1e6)] = 32.0
+    beta_slow: Annotated[float, Range(0.001, 1e6)] = 1.0
+    mscale: Annotated[float, Range(0.0, 100.0)] = 1.0
+    mscale_all_dim: Annotated[float, Range(0.0, 100.0)] = 0.0
 
     def __post_init__(self) -> None:
-        _want(self.factor >= 1.0, "rope_scaling.factor", self.factor, "at least 1")
-        legal = self.original_max_position_embeddings >= 1
-        _want(
-            legal, "rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, "at least 1"
-        )
-
-
-_AT_LEAST_ONE = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "intermediate_size",
-    "max_position_embeddings",
-)
+        _check_ranges(self, "rope_scaling.")
+        _want(self.beta_slow <= self.beta_fast, "rope_scaling.beta_slow", self.beta_slow, f"at most {self.beta_fast}")
 
 
 @dataclass(frozen=True)
@@ -71,50 +89,41 @@ class ModelConfig:
     "group_limited_greedy", "sigmoid" with "noaux_tc" (a correction bias that only selects).
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
+    vocab_size: Annotated[int, Range(1, 1 << 24)]
+    hidden_size: Width
+    num_hidden_layers: Annotated[int, Range(1, 1024)]
     first_k_dense_replace: int
-    num_attention_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    n_shared_experts: int
-    max_position_embeddings: int
+    num_attention_heads: Annotated[int, Range(1, 4096)]
+    q_lora_rank: MaybeCount
+    kv_lora_rank: Annotated[int, Range(1, 1 << 16)]
+    qk_nope_head_dim: HeadDim
+    qk_rope_head_dim: HeadDim
+    v_head_dim: HeadDim
+    intermediate_size: Width
+    moe_intermediate_size: Annotated[int, Range(0, 1 << 20)]
+    n_routed_experts: MaybeCount
+    num_experts_per_tok: MaybeCount
+    n_shared_experts: Annotated[int, Range(0, 1024)]
+    max_position_embeddings: Positions
     scoring_func: str = "softmax"
     topk_method: str = "greedy"
-    n_group: int = 1
-    topk_group: int = 1
+    n_group: MaybeCount = 1
+    topk_group: MaybeCount = 1
     norm_topk_prob: bool = False
-    routed_scaling_factor: float = 1.0
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    routed_scaling_factor: Annotated[float, Range(0.001, 1000.0)] = 1.0
+    rms_norm_eps: Annotated[float, Range(1e-12, 1.0)] = 1e-6
+    rope_theta: Annotated[float, Range(2.0, 1e12)] = 10000.0
     rope_scaling: YarnConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for key in _AT_LEAST_ONE:
-            _want(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
-        _want(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "even")
-        _want(self.q_lora_rank >= 0, "q_lora_rank", self.q_lora_rank, "0 (none) or a rank")
+        _check_ranges(self)
         layers = self.num_hidden_layers
-        _want(
-            0 <= self.first_k_dense_replace <= layers,
-            "first_k_dense_replace",
-            self.first_k_dense_replace,
-            f"0..{layers}",
-        )
-        _want(self.n_shared_experts >= 0, "n_shared_experts", self.n_shared_experts, "0 or a count")
-        _want(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "above 0")
-        _want(
-            all(0 <= t < self.vocab_size for t in self.eos_token_ids), "eos_token_ids", self.eos_token_ids, "in [0, V)"
-        )
+        _want_in(0, layers, "first_k_dense_replace", self.first_k_dense_replace)
+        _want(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "even")
+        ends = self.eos_token_ids
+        legal = len(ends) <= _MOST_ENDS and all(0 <= t < self.vocab_size for t in ends)
+        _want(legal, "eos_token_ids", ends, f"at most {_MOST_ENDS} ids in [0, {self.vocab_size})")
         if self.first_k_dense_replace < layers:
             self._check_router()
 
@@ -124,13 +133,11 @@ class ModelConfig:
         legal = methods[self.scoring_func]
         _want(self.topk_method in legal, "topk_method", self.topk_method, f"{legal} with {self.scoring_func} scoring")
         experts, groups = self.n_routed_experts, self.n_group
-        _want(self.moe_intermediate_size >= 1, "moe_intermediate_size", self.moe_intermediate_size, "at least 1")
-        _want(
-            groups >= 1 and experts >= 1 and experts % groups == 0, "n_group", groups, f"a divisor of {experts} experts"
-        )
-        _want(1 <= self.topk_group <= groups, "topk_group", self.topk_group, f"1..{groups}")
-        most = experts // groups * self.topk_group
-        _want(1 <= self.num_experts_per_tok <= most, "num_experts_per_tok", self.num_experts_per_tok, f"1..{most}")
+        for key in ("moe_intermediate_size", "n_routed_experts"):
+            _want(getattr(self, key) >= 1, key, getattr(self, key), "at least 1 in a model with experts")
+        _want(groups >= 1 and experts % groups == 0, "n_group", groups, f"a divisor of {experts} experts")
+        _want_in(1, groups, "topk_group", self.topk_group)
+        _want_in(1, experts // groups * self.topk_group, "num_experts_per_tok", self.num_experts_per_tok)
         if self.topk_method == "noaux_tc" and groups > 1:
             _want(experts // groups >= 2, "n_group", groups, "such that a group has at least 2 experts")
 
@@ -151,7 +158,7 @@ class ModelConfig:
             widths.append(self.intermediate_size)
         if self.first_k_dense_replace < self.num_hidden_layers:
             widths.append(self.moe_intermediate_size)
-        most = min(*widths, 1024)  # no engine has more ranks, and a file's width may be any number
+        most = min(*widths, _MOST_RANKS)
         return [n for n in range(1, most + 1) if all(width % n == 0 for width in widths)]
 
     @classmethod
@@ -164,16 +171,28 @@ class ModelConfig:
         return build(cls, flat, source)
 
 
-def build(cls: type[C], values: Mapping[str, Any], source: str) -> C:
+def build(cls: type[C], values: Mapping[str, Any], source: str, origins: Mapping[str, str] | None = None) -> C:
     """Make a frozen config of plain values: types converted by msgspec, unknown keys refused by name.
 
-    Raises ConfigError naming `source` and the key.
+    Raises ConfigError naming the key and where its value comes from: origins[key] ("drafter.rank" for a nested one)
+    or else `source`.
     """
     _refuse_unknown(cls, values, source)
     try:
         return msgspec.convert(dict(values), cls, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        key, text = _explain(error)
+        raise ConfigError(f"{(origins or {}).get(key, source)}: {text}", key) from None
+
+
+def _explain(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Key and text of what msgspec found, or of the ConfigError that it wraps."""
+    if isinstance(error.__cause__, ConfigError):
+        return error.__cause__.key, str(error.__cause__)
+    found = re.fullmatch(r"(.*?)(?: - at `\$\.(.*)`)?", str(error), re.DOTALL)
+    assert found is not None
+    text, key = found.groups()
+    return key or "", f"{key}: {text}" if key else text
 
 
 def _refuse_unknown(cls: Any, values: Mapping[str, Any], source: str) -> None:
@@ -198,24 +217,22 @@ class DrafterConfig:
     """
 
     name: str = "none"
-    block: int = 8
-    budget: int = 16
-    topk: int = 16
+    block: Annotated[int, Range(1, _DEEPEST + 1)] = 8
+    budget: Annotated[int, Range(0, 1024)] = 16
+    topk: Annotated[int, Range(1, 64)] = 16
     shape: str = "tree"
     hit: tuple[float, ...] = (1.0,)
     rank: int = 1
-    seed: int = 0
-    ngram_max: int = 4
+    seed: Annotated[int, Range(-(1 << 63), (1 << 63) - 1)] = 0
+    ngram_max: Annotated[int, Range(1, 16)] = 4
 
     def __post_init__(self) -> None:
         _want(self.name in DRAFTERS, "drafter", self.name, f"one of {', '.join(DRAFTERS)}")
-        _want(1 <= self.block <= 65, "block", self.block, "1..65")
-        _want(0 <= self.budget <= 1024, "budget", self.budget, "0..1024")
-        _want(1 <= self.topk <= 64, "topk", self.topk, "1..64")
-        _want(self.shape in ("tree", "chain"), "shape", self.shape, "tree or chain")
-        _want(bool(self.hit) and all(0.0 <= p <= 1.0 for p in self.hit), "hit", self.hit, "probabilities 0..1")
-        _want(1 <= self.rank <= self.topk, "rank", self.rank, f"1..topk ({self.topk})")
-        _want(1 <= self.ngram_max <= 16, "ngram_max", self.ngram_max, "1..16")
+        _check_ranges(self, "drafter.")
+        _want(self.shape in ("tree", "chain"), "drafter.shape", self.shape, "tree or chain")
+        legal = 1 <= len(self.hit) <= _DEEPEST and all(0.0 <= p <= 1.0 for p in self.hit)
+        _want(legal, "drafter.hit", self.hit, f"1..{_DEEPEST} probabilities 0..1")
+        _want(1 <= self.rank <= self.topk, "drafter.rank", self.rank, f"1..topk ({self.topk})")
 
 
 DRAFTERS = ("none", "oracle", "ngram")
@@ -230,38 +247,32 @@ class EngineConfig:
     threads: CPU threads per rank; 0 takes one for a small model, else shares the cores among the ranks.
     kv_tokens: rows of KV cache per rank, rounded up to whole pages; 0 takes 8 sequences of the model's longest
     context, at most 65536. max_batch: sequences per forward. prefill_chunk: prompt tokens per sequence and forward.
-    max_queue: requests waiting before new ones are refused. Times in seconds: step_timeout is the least deadline of
-    a forward (10 x its moving average if that is longer), load_timeout bounds loading, stall_timeout a load without
-    progress, ping_interval is the pause after which an idle engine asks every rank for a sign of life.
+    max_queue: requests waiting before new ones are refused; at least 1, since each waits for the next step. Times in
+    seconds: step_timeout is the least deadline of a forward (10 x its moving average if that is longer), load_timeout
+    bounds loading, stall_timeout a load without progress, ping_interval is the pause after which an idle engine asks
+    every rank for a sign of life.
     """
 
     model: str
-    tp: int = 1
+    tp: Annotated[int, Range(1, _MOST_RANKS)] = 1
     device: str = "cpu"
     dtype: str = "float32"
-    threads: int = 0
+    threads: Annotated[int, Range(0, 1024)] = 0
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
-    kv_tokens: int = 0
-    max_batch: int = 8
-    prefill_chunk: int = 256
-    max_queue: int = 256
-    step_timeout: float = 10.0
-    load_timeout: float = 600.0
-    stall_timeout: float = 60.0
-    ping_interval: float = 5.0
+    kv_tokens: Annotated[int, Range(0, 1 << 30)] = 0
+    max_batch: Annotated[int, Range(1, 1024)] = 8
+    prefill_chunk: Annotated[int, Range(1, 1 << 16)] = 256
+    max_queue: Annotated[int, Range(1, 1 << 20)] = 256
+    step_timeout: Seconds = 10.0
+    load_timeout: Seconds = 600.0
+    stall_timeout: Seconds = 60.0
+    ping_interval: Seconds = 5.0
 
     def __post_init__(self) -> None:
-        _want(bool(self.model), "model", self.model, "a path")
-        _want(1 <= self.tp <= 1024, "tp", self.tp, "1..1024")
+        _want(bool(self.model) and "\0" not in self.model, "model", self.model, "a path")
         _want(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         _want(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        _want(0 <= self.threads <= 1024, "threads", self.threads, "0 (automatic) or a count")
-        _want(0 <= self.kv_tokens <= 1 << 30, "kv_tokens", self.kv_tokens, "0 (automatic) or a count of rows")
-        _want(1 <= self.max_batch <= 1024, "max_batch", self.max_batch, "1..1024")
-        _want(1 <= self.prefill_chunk <= 1 << 16, "prefill_chunk", self.prefill_chunk, "1..65536")
-        _want(0 <= self.max_queue <= 1 << 20, "max_queue", self.max_queue, "0..1048576")
-        for key in ("step_timeout", "load_timeout", "stall_timeout", "ping_interval"):
-            _want(0.0 < getattr(self, key) <= 86400.0, key, getattr(self, key), "seconds, above 0, at most 86400")
+        _check_ranges(self)
 
     def pages(self, model: ModelConfig) -> int:
         """KV pages per rank."""

@@ -110,14 +110,20 @@ def test_bad_model_configuration(
     assert f"{tmp_path / 'f'}: " in shown.err and complaint in shown.err
 
 
-def test_absurd_model_is_described_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_absurd_model_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with kdtr.Reader(TINY) as reader:
-        huge = {key: 2**62 if key.endswith(("_size", "_heads", "_layers")) else v for key, v in reader.metadata.items()}
-    kdtr.write(tmp_path / "f", huge, {})
+        metadata = reader.metadata
+    kdtr.write(tmp_path / "f", metadata | {"model.num_hidden_layers": 2**40}, {})
+    assert run(tmp_path / "f", "--json") == 1
+    assert capsys.readouterr().err == (
+        f"kdtp inspect: {tmp_path / 'f'}: num_hidden_layers = 1099511627776: must be 1..1024\n"
+    )
+    large = {"model.num_attention_heads": 4096, "model.intermediate_size": 2**20, "model.moe_intermediate_size": 2**20}
+    kdtr.write(tmp_path / "f", metadata | large | {"model.num_hidden_layers": 1024}, {})
     assert run(tmp_path / "f", "--json") == 0
     model = json.loads(capsys.readouterr().out)["model"]
     assert model["legal_tp"] == [2**i for i in range(11)]
-    assert (model["parameters"], model["golden_tokens"], model["layers"]) == (0, 0, 2**62)
+    assert (model["parameters"], model["golden_tokens"], model["layers"]) == (0, 0, 1024)
 
 
 def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
