@@ -15,12 +15,14 @@ from kdtp.model.weights import kdtr
 from kdtp.types import PAGE_ROWS
 
 FORMAT = "kdtp-model"
+_GOLDEN = ("golden.prompt", "golden.tokens", "golden.logits")
 LIBRARY = Path(__file__).parents[1] / "kernels" / "lib" / "libkdtp.so"  # as kernels.abi, which needs torch
 
 
 @dataclass(frozen=True)
 class Golden:
-    """The continuation that the numpy reference gives: token ids and float32 logits [T, V] that chose them."""
+    """The continuation that the numpy reference gives: prompt ids [P], token ids [T] and the logits that chose them,
+    float32 [T, V]."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -38,16 +40,14 @@ class Plan:
 
 def plan(config: EngineConfig) -> Plan:
     """Check `config` against its model file. ConfigError or KdtrError naming what is wrong and what is legal."""
-    path = Path(config.model).resolve()
-    if not path.is_file():
-        raise ConfigError(f"model = {config.model!r}: must be a KDTR model file; there is no such file")
     if config.device == "cuda":
         _check_cuda()
-    with kdtr.Reader(path) as reader:
+    with _open(config.model) as reader:
+        path = reader.path
         if reader.metadata.get("format") != FORMAT:
             raise ConfigError(f"{path}: format is {reader.metadata.get('format')!r}, must be {FORMAT!r}")
         model = ModelConfig.from_metadata(reader.metadata, str(path))
-        golden = _golden(reader)
+        golden = _golden(reader, model)
     if config.tp not in model.legal_tp():
         legal = ", ".join(map(str, model.legal_tp()))
         raise ConfigError(f"tp = {config.tp}: {path.name} can be split over {legal} ranks")
@@ -64,8 +64,44 @@ def _check_cuda() -> None:
         raise ConfigError("device = 'cuda': the kernels are not built; run `kdtp build-kernels`")
 
 
-def _golden(reader: kdtr.Reader) -> Golden | None:
-    if "golden.tokens" not in reader.entries:
+def _open(model: str) -> kdtr.Reader:
+    try:
+        return kdtr.Reader(Path(model).absolute())
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"model = {model!r}: must be a KDTR model file: {reason}", "model") from None
+
+
+def _golden(reader: kdtr.Reader, model: ModelConfig) -> Golden | None:
+    """The golden arrays, if the file has any; all three must then be what `Golden` says."""
+    if not any(name in reader.entries for name in _GOLDEN):
         return None
-    prompt, tokens, logits = (np.array(reader.array(f"golden.{key}")) for key in ("prompt", "tokens", "logits"))
-    return Golden(tuple(prompt.tolist()), tuple(tokens.tolist()), logits)
+    prompt, tokens = (_golden_ids(reader, name, model) for name in _GOLDEN[:2])
+    # The last token is chosen but never run: it needs no position.
+    if len(prompt) + len(tokens) - 1 > model.max_position_embeddings:
+        count = f"{len(prompt)} + {len(tokens)} golden tokens"
+        raise ConfigError(f"{reader.path}: {count}, but the model's context is {model.max_position_embeddings}")
+    logits = np.array(reader.array("golden.logits"))
+    shape = (len(tokens), model.vocab_size)
+    _want_form(reader, "golden.logits", logits.dtype == np.float32 and logits.shape == shape, f"float32 {list(shape)}")
+    if not np.isfinite(logits).all():
+        raise ConfigError(f"{reader.path}: array 'golden.logits': holds NaN or infinity")
+    return Golden(prompt, tokens, logits)
+
+
+def _golden_ids(reader: kdtr.Reader, name: str, model: ModelConfig) -> tuple[int, ...]:
+    ids = reader.array(name)
+    # By the file's name of the dtype: a view of bfloat16 is uint16.
+    integers = "int" in reader.entries[name].dtype
+    _want_form(reader, name, integers and ids.ndim == 1 and ids.size > 0, "integers [1 or more]")
+    bad = ids[(ids < 0) | (ids >= model.vocab_size)]
+    if bad.size:
+        raise ConfigError(f"{reader.path}: array {name!r}: id {bad[0]}: must be in [0, {model.vocab_size})")
+    return tuple(ids.tolist())
+
+
+def _want_form(reader: kdtr.Reader, name: str, ok: bool, want: str) -> None:
+    if not ok:
+        entry = reader.entries[name]
+        found = f"{entry.dtype} {list(entry.shape)}"
+        raise ConfigError(f"{reader.path}: array {name!r}: want {want}, found {found}")
