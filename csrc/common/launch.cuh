@@ -1,6 +1,7 @@
 // Launches with what <<<>>> cannot say: clusters, and kernels that start before the one in front of them has ended.
 #pragma once
 #include <cuda_runtime.h>
+#include <stdint.h>
 
 #include <utility>
 
@@ -38,6 +39,22 @@ int launch(void (*kernel)(Parameters...), const Launch& how, void* stream, Argum
   config.attrs = attributes;
   config.numAttrs = 2;
   return static_cast<int>(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+}
+
+// All threads of the cluster; what they wrote to shared memory is seen by all.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// The float at the place of `local` in the shared memory of the cluster's block `rank`.
+__device__ __forceinline__ float cluster_float(const float* local, int rank) {
+  float value;
+  asm volatile(
+      "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}"
+      : "=f"(value)
+      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(local))), "r"(rank)
+      : "memory");
+  return value;
 }
 
 // Everything that the kernel before has written is there when this returns. Every block calls it, or the end of this

@@ -47,7 +47,7 @@ __device__ __forceinline__ int sum_before(int mine) {
 }
 
 // Items of all experts that are hit, experts and pairs ascending: a counting sort by one block of 1024 threads.
-__global__ void __launch_bounds__(1024) moe_assign_kernel(const Moe p) {
+__global__ void __launch_bounds__(1024, 1) moe_assign_kernel(const Moe p) {
   __shared__ int taken[kMoeExpertsMost], first[kMoeExpertsMost];  // pairs of each expert so far; its first item
   let_kernel_behind_start();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;

@@ -1,5 +1,7 @@
-#include "../kernels/moe.cuh"
+#include <algorithm>
 
+#include "../kernels/moe.cuh"
+#include "../kernels/moe_mma.cuh"
 #include "../kernels/moe_plain.cuh"
 #include "../kernels/moe_repack.cuh"
 
@@ -12,13 +14,21 @@ constexpr int64_t kPairsMost = 1 << 18;
 
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
+// Whether the tensor cores take it; a matter of the matrices, not of the call.
+bool on_tensor_cores(const KdtpMoeArgs* a) {
+  return a->dtype == KDTP_BF16 && a->hidden % kdtp::kBlock == 0 && a->inter % kdtp::kBlock == 0;
+}
+
+// Pairs of an item: one tile of 8 rows while experts have few, two such when they have many.
+int tile_of(const KdtpMoeArgs* a) { return on_tensor_cores(a) && a->rows * a->topk > 4 * a->experts ? 16 : 8; }
+
 // The kernels' view of a call; `end` is set to the bytes of workspace that it takes.
 Moe view(const KdtpMoeArgs* a, int64_t* end) {
   Moe p = {};
   p.x = a->x, p.ids = static_cast<const int*>(a->ids), p.weights = static_cast<const float*>(a->weights);
   p.w_gate_up = a->w_gate_up, p.w_down = a->w_down, p.s_gate_up = a->s_gate_up, p.s_down = a->s_down, p.out = a->out;
   p.rows = a->rows, p.hidden = a->hidden, p.inter = a->inter, p.experts = a->experts, p.topk = a->topk;
-  p.tile = kdtp::kDotRows;
+  p.tile = tile_of(a);
   const int64_t pairs = a->rows * a->topk, size = a->dtype == KDTP_F32 ? 4 : 2;
   char* base = static_cast<char*>(a->workspace);
   int64_t at = 0;
@@ -45,7 +55,27 @@ int check(const KdtpMoeArgs* a) {
             (long long)a->experts, kdtp::kMoeExpertsMost);
   KDTP_WANT(a->dtype == KDTP_F32 || a->dtype == KDTP_BF16, "moe: dtype %lld: must be 0 (f32) or 1 (bf16)",
             (long long)a->dtype);
-  KDTP_WANT(a->format == KDTP_DENSE, "moe: format %lld: must be 0 (dense)", (long long)a->format);
+  KDTP_WANT(a->format == KDTP_DENSE || a->format == KDTP_INT4, "moe: format %lld: must be 0 (dense) or 1 (INT4)",
+            (long long)a->format);
+  if (a->format == KDTP_DENSE) return 0;
+  KDTP_WANT(a->dtype == KDTP_BF16, "moe: dtype %lld: must be 1 (bf16) for INT4 experts", (long long)a->dtype);
+  KDTP_WANT(a->hidden % kdtp::kInt4Ins == 0, "moe: hidden %lld: must be a multiple of %d for INT4 experts",
+            (long long)a->hidden, kdtp::kInt4Ins);
+  KDTP_WANT(a->inter % kdtp::kInt4Ins == 0, "moe: inter %lld: must be a multiple of %d for INT4 experts",
+            (long long)a->inter, kdtp::kInt4Ins);
+  return 0;
+}
+
+int check_memory(const KdtpMoeArgs* a, int64_t bytes) {
+  KDTP_WANT(a->workspace_bytes >= bytes, "moe: workspace_bytes %lld: must be at least %lld",
+            (long long)a->workspace_bytes, (long long)bytes);
+  const auto of = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
+  KDTP_WANT(of(a->workspace) % 16 == 0, "moe: workspace %p: must be aligned to 16 bytes", a->workspace);
+  if (!on_tensor_cores(a)) return 0;
+  KDTP_WANT((of(a->x) | of(a->w_gate_up) | of(a->w_down)) % 16 == 0,
+            "moe: x %p, w_gate_up %p, w_down %p: must be aligned to 16 bytes", a->x, a->w_gate_up, a->w_down);
+  KDTP_WANT(a->format == KDTP_DENSE || (of(a->s_gate_up) | of(a->s_down)) % 8 == 0,
+            "moe: s_gate_up %p, s_down %p: must be aligned to 8 bytes", a->s_gate_up, a->s_down);
   return 0;
 }
 
@@ -60,6 +90,30 @@ template <typename T> int run_plain(const Moe& p, void* stream) {
   return kdtp::launch(kdtp::moe_down_plain_kernel<T>, down, stream, p);
 }
 
+// The blocks that the device holds at once, two on each multiprocessor, or fewer if there is less to do.
+unsigned blocks_for(int64_t jobs) {
+  int device = 0, processors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  return static_cast<unsigned>(std::min<int64_t>(jobs, 2 * processors));
+}
+
+template <class Weights, int kTiles> int run_tiles(const Moe& p, void* stream) {
+  const int64_t items = items_most(p);
+  Launch gate_up, down;
+  gate_up.grid = dim3(blocks_for(items * (p.inter / 16)));
+  down.grid = dim3(blocks_for((items * (p.hidden / 32) + kdtp::kMoeWarps - 1) / kdtp::kMoeWarps));
+  gate_up.block = down.block = dim3(kdtp::kMoeThreads);
+  gate_up.shared = kdtp::gate_up_shared<kTiles>();
+  gate_up.overlap = down.overlap = true;
+  if (const int code = kdtp::launch(kdtp::moe_gate_up_kernel<Weights, kTiles>, gate_up, stream, p)) return code;
+  return kdtp::launch(kdtp::moe_down_kernel<Weights, kTiles>, down, stream, p);
+}
+
+template <class Weights> int run_tensor_cores(const Moe& p, void* stream) {
+  return p.tile == 8 ? run_tiles<Weights, 1>(p, stream) : run_tiles<Weights, 2>(p, stream);
+}
+
 template <typename T> int run_sum(const Moe& p, void* stream) {
   Launch how;
   const int width = kdtp::kSumThreads * kdtp::kSumColumns;
@@ -69,13 +123,10 @@ template <typename T> int run_sum(const Moe& p, void* stream) {
   return kdtp::launch(kdtp::moe_sum_kernel<T>, how, stream, p);
 }
 
-template <typename T> int run(const Moe& p, void* stream) {
-  Launch assign;
-  assign.grid = dim3(1);
-  assign.block = dim3(1024);
-  if (const int code = kdtp::launch(kdtp::moe_assign_kernel, assign, stream, p)) return code;
-  if (const int code = run_plain<T>(p, stream)) return code;
-  return run_sum<T>(p, stream);
+int run_experts(const KdtpMoeArgs* a, const Moe& p) {
+  if (a->format == KDTP_INT4) return run_tensor_cores<kdtp::Int4Weights>(p, a->stream);
+  if (on_tensor_cores(a)) return run_tensor_cores<kdtp::DenseWeights>(p, a->stream);
+  return a->dtype == KDTP_F32 ? run_plain<float>(p, a->stream) : run_plain<__nv_bfloat16>(p, a->stream);
 }
 
 }  // namespace
@@ -91,12 +142,14 @@ extern "C" int kdtp_moe(const KdtpMoeArgs* a) {
   if (const int code = check(a)) return code;
   int64_t bytes;
   const Moe p = view(a, &bytes);
-  KDTP_WANT(a->workspace_bytes >= bytes, "moe: workspace_bytes %lld: must be at least %lld",
-            (long long)a->workspace_bytes, (long long)bytes);
-  KDTP_WANT(reinterpret_cast<uintptr_t>(a->workspace) % 16 == 0, "moe: workspace %p: must be aligned to 16 bytes",
-            a->workspace);
+  if (const int code = check_memory(a, bytes)) return code;
   if (a->rows == 0) return 0;
-  return a->dtype == KDTP_F32 ? run<float>(p, a->stream) : run<__nv_bfloat16>(p, a->stream);
+  Launch assign;
+  assign.grid = dim3(1);
+  assign.block = dim3(1024);
+  if (const int code = kdtp::launch(kdtp::moe_assign_kernel, assign, a->stream, p)) return code;
+  if (const int code = run_experts(a, p)) return code;
+  return a->dtype == KDTP_F32 ? run_sum<float>(p, a->stream) : run_sum<__nv_bfloat16>(p, a->stream);
 }
 
 extern "C" int kdtp_moe_repack(const KdtpMoeRepackArgs* a) {
@@ -107,10 +160,12 @@ extern "C" int kdtp_moe_repack(const KdtpMoeRepackArgs* a) {
   KDTP_WANT(a->in >= kdtp::kInt4Ins && a->in <= 1 << 16 && a->in % kdtp::kInt4Ins == 0,
             "moe_repack: in %lld: must be a multiple of %d, at most %d", (long long)a->in, kdtp::kInt4Ins, 1 << 16);
   const int64_t tiles = a->experts * (a->out / kdtp::kInt4Outs) * (a->in / kdtp::kInt4Ins);
-  KDTP_WANT(tiles <= 1ll << 32, "moe_repack: %lld weights: must be at most %lld", (long long)(tiles * 1024), 1ll << 42);
+  KDTP_WANT(tiles <= 1ll << 33, "moe_repack: %lld weights: must be at most %lld", (long long)(tiles * 1024), 1ll << 43);
   if (tiles == 0) return 0;
-  kdtp::moe_repack_kernel<<<(tiles * 32 + 255) / 256, 256, 0, kdtp::stream_of(a->stream)>>>(
-      static_cast<const uint32_t*>(a->packed), static_cast<const uint16_t*>(a->scales),
-      static_cast<uint4*>(a->packed_out), static_cast<ushort4*>(a->scales_out), tiles, a->out, a->in);
-  return kdtp::launched();
+  Launch how;
+  how.grid = dim3((tiles * 32 + 255) / 256);
+  how.block = dim3(256);
+  return kdtp::launch(kdtp::moe_repack_kernel, how, a->stream, static_cast<const uint32_t*>(a->packed),
+                      static_cast<const uint16_t*>(a->scales), static_cast<uint4*>(a->packed_out),
+                      static_cast<ushort4*>(a->scales_out), tiles, (int)a->out, (int)a->in);
 }

@@ -8,8 +8,8 @@ import numpy as np
 
 from tests.gpu.cases import BF16, F32, Array, Case, Output, f32, typed
 
-# Outputs are near 1. Sums of thousands of terms in float32; one rounding to bfloat16.
-TOLERANCE = {F32: (1e-5, 1e-5), BF16: (1e-5, 2.0**-8)}
+# Outputs are near 1. Sums of thousands of terms in float32; near a border one may be rounded to the next bfloat16.
+TOLERANCE = {F32: (1e-5, 1e-5), BF16: (1e-5, 2.0**-7)}
 
 ODD = ((0, 64, 32), (1, 1, 1), (1, 33, 5), (3, 31, 257), (7, 90, 130), (9, 1000, 17), (65, 67, 3))  # rows, in, out
 MODELS = ((1, 256, 80), (5, 256, 96), (17, 64, 256), (8, 128, 64), (64, 256, 320), (2, 32, 1), (3, 2080, 40))

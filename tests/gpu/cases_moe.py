@@ -94,8 +94,8 @@ def _case(
         matrices = {"gate_up": f32(inputs["w_gate_up"]), "down": f32(inputs["w_down"])}
     want = _experts(f32(x), ids, weights, matrices["gate_up"], matrices["down"], dtype)
     scale = float(np.sqrt((want**2).mean())) if want.size else 1.0
-    # bfloat16: the result is rounded once, and an `inner` next to a border may have been rounded the other way.
-    atol, rtol = (scale * 2.0**-9, 2.0**-8) if dtype == BF16 else (scale * 1e-5, 1e-5)
+    # bfloat16: the result and each `inner` near a border may be rounded the other way.
+    atol, rtol = (scale * 2.0**-9, 2.0**-7) if dtype == BF16 else (scale * 1e-5, 1e-5)
     kind = "int4" if format == INT4 else "bf16" if dtype == BF16 else "f32"
     scalars = {"rows": rows, "hidden": hidden, "inter": inter, "experts": experts, "topk": topk}
     scalars |= {"format": format, "dtype": dtype}

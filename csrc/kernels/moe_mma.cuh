@@ -1,0 +1,191 @@
+// Routed experts on tensor cores: 32 outputs at a time stream through a warp, with up to 8 * kTiles rows of an item.
+//
+// Few blocks, each going through many items: the weights of a next item are all that a block waits for. The sum over
+// inputs is split among the warps of a block for gate and up, and not at all for down: by the matrix, never by the rows.
+#pragma once
+#include "moe.cuh"
+#include "moe_weights.cuh"
+
+namespace kdtp {
+
+constexpr int kMoeWarps = 8, kMoeThreads = 32 * kMoeWarps;
+
+// An item, with the pairs of the lane's rows (g of each tile of 8), -1 where there is none.
+template <int kTiles> struct Item {
+  int expert, count, pair[kTiles];
+
+  // Past the L1: the down projection reads items while the kernel that follows their writer still runs.
+  __device__ void load(const Moe& p, int index, bool present) {
+    if (!present) return;
+    const int* item = p.items + static_cast<int64_t>(index) * (kItemHead + 8 * kTiles);
+    const int2 head = __ldcg(reinterpret_cast<const int2*>(item));
+    expert = head.x, count = head.y;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const int column = 8 * n + threadIdx.x % 32 / 4, read = __ldcg(item + kItemHead + column);
+      pair[n] = column < count ? read : -1;
+    }
+  }
+};
+
+// The lane's share of rows of x: 16 bytes of row g of each tile for every 32 inputs.
+template <int kTiles> struct Rows {
+  const __nv_bfloat16* x;  // from input 8 t of the next block
+  int from[kTiles];        // in units of 32 elements; -1: no such row
+
+  __device__ void load(uint4 (&to)[kTiles], int block, bool present) const {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      to[n] = make_uint4(0, 0, 0, 0);
+      if (from[n] >= 0 && present)
+        to[n] = *reinterpret_cast<const uint4*>(x + (static_cast<int64_t>(from[n]) + block) * kBlock);
+    }
+  }
+};
+
+// sum += w x over so many steps, for two sets of 16 outputs. The weights of the next kAhead steps are always on their
+// way, and a single tile's rows for the next kRowsAhead; more rows do not fit into registers, but come from caches.
+// Pointers walk along, so that what is added to them is a constant.
+template <class Weights, int kTiles> struct Stream {
+  static constexpr int kAhead = kTiles == 1 ? Weights::kAhead : 2;
+  static constexpr int kRowsAhead = kTiles == 1 ? Weights::kRowsAhead : 0, kSlots = kRowsAhead == 0 ? 1 : kRowsAhead;
+  static_assert(kAhead % kSlots == 0, "slots go round with the steps");
+  static constexpr int kBlocks = Weights::kStep / kBlock;
+  Weights w[2];
+  typename Weights::Held held[kAhead][2];
+
+  __device__ void fetch(int i, int ahead, bool present) {
+    held[i][0] = w[0].load(ahead, present);
+    held[i][1] = w[1].load(ahead, present);
+  }
+
+  __device__ void open(int steps) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) fetch(i, i, i < steps);
+  }
+
+  __device__ void run(Rows<kTiles> rows, int count, int steps, float (&sum)[2][kTiles][4]) {
+    uint4 x[kSlots][kBlocks][kTiles];
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i)
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) rows.load(x[i][b], i * kBlocks + b, i < steps);
+#pragma unroll 1
+    for (int left = steps; left > 0; left -= kAhead) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (i >= left) break;
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          uint4(&now)[kTiles] = x[i % kSlots][b];
+          if constexpr (kRowsAhead == 0) rows.load(now, i * kBlocks + b, true);
+#pragma unroll
+          for (int m = 0; m < 2; ++m) Weights::multiply(held[i][m], b, now, count, sum[m]);
+          if constexpr (kRowsAhead > 0) rows.load(now, (i + kRowsAhead) * kBlocks + b, i + kRowsAhead < left);
+        }
+        fetch(i, i + kAhead, i + kAhead < left);
+      }
+      w[0].advance(kAhead), w[1].advance(kAhead);
+      rows.x += kAhead * kBlocks * kBlock;
+    }
+  }
+};
+
+constexpr int kSumStride = 36;  // floats: 16 of gate, 16 of up; no bank conflicts
+
+template <int kTiles> constexpr int gate_up_shared() { return kMoeWarps * 8 * kTiles * kSumStride * 4; }
+static_assert(gate_up_shared<2>() <= kSharedMost, "a portable kernel");
+
+// inner = silu(gate) * up. A block does 16 columns of an item at a time; its warps split the inputs.
+template <class Weights, int kTiles>
+__global__ void __launch_bounds__(kMoeThreads, 2) moe_gate_up_kernel(const Moe p) {
+  extern __shared__ float sums[];  // [kMoeWarps, 8 * kTiles, kSumStride]
+  __shared__ int pairs[8 * kTiles];
+  wait_for_kernel_before();
+  let_kernel_behind_start();
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int tiles = p.inter / 16, jobs = *p.count * tiles, steps = p.hidden / Weights::kStep;
+  const int first = steps * warp / kMoeWarps, last = steps * (warp + 1) / kMoeWarps;
+  Item<kTiles> item, next;
+  next.load(p, blockIdx.x / tiles, static_cast<int>(blockIdx.x) < jobs);
+  for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
+    item = next;
+    const int column = job % tiles * 16;
+    const int64_t row = static_cast<int64_t>(item.expert) * 2 * p.inter + column;
+    Stream<Weights, kTiles> stream = {{{p.w_gate_up, p.s_gate_up, row, p.hidden, first},
+                                       {p.w_gate_up, p.s_gate_up, row + p.inter, p.hidden, first}}};
+    stream.open(last - first);
+    next.load(p, (job + gridDim.x) / tiles, job + static_cast<int>(gridDim.x) < jobs);
+    Rows<kTiles> rows = {static_cast<const __nv_bfloat16*>(p.x) + first * Weights::kStep + 8 * t};
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+      rows.from[n] = item.pair[n] < 0 ? -1 : item.pair[n] / p.topk * (p.hidden / kBlock);
+    float sum[2][kTiles][4] = {};
+    stream.run(rows, item.count, last - first, sum);
+
+    float* const mine = sums + warp * 8 * kTiles * kSumStride;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        float* to = mine + (8 * n + 2 * t) * kSumStride + 16 * m + g;
+        to[0] = sum[m][n][0], to[kSumStride] = sum[m][n][1], to[8] = sum[m][n][2], to[kSumStride + 8] = sum[m][n][3];
+      }
+      if (warp == 0 && t == 0) pairs[8 * n + g] = item.pair[n];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < item.count * 16; i += kMoeThreads) {
+      const float* from = sums + i / 16 * kSumStride + i % 16;
+      float gate = 0.0f, up = 0.0f;
+#pragma unroll
+      for (int part = 0; part < kMoeWarps; ++part) {
+        gate += from[part * 8 * kTiles * kSumStride];
+        up += from[part * 8 * kTiles * kSumStride + 16];
+      }
+      static_cast<__nv_bfloat16*>(p.inner)[static_cast<int64_t>(pairs[i / 16]) * p.inter + column + i % 16] =
+          __float2bfloat16_rn(silu(gate) * up);
+    }
+    __syncthreads();  // the sums are free again
+  }
+}
+
+// parts = inner * w_down. A warp does 32 columns of an item at a time.
+template <class Weights, int kTiles>
+__global__ void __launch_bounds__(kMoeThreads, 2) moe_down_kernel(const Moe p) {
+  let_kernel_behind_start();
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, stride = gridDim.x * kMoeWarps;
+  const int tiles = p.hidden / 32, jobs = __ldcg(p.count) * tiles, steps = p.inter / Weights::kStep;
+  int job = blockIdx.x * kMoeWarps + threadIdx.x / 32;
+  Item<kTiles> item, next;
+  next.load(p, job / tiles, job < jobs);
+  for (; job < jobs; job += stride) {
+    item = next;
+    const int column = job % tiles * 32;
+    const int64_t row = static_cast<int64_t>(item.expert) * p.hidden + column;
+    Stream<Weights, kTiles> stream = {
+        {{p.w_down, p.s_down, row, p.inter, 0}, {p.w_down, p.s_down, row + 16, p.inter, 0}}};
+    stream.open(steps);  // they do not depend on the kernel before
+    next.load(p, (job + stride) / tiles, job + stride < jobs);
+    wait_for_kernel_before();
+    Rows<kTiles> rows = {static_cast<const __nv_bfloat16*>(p.inner) + 8 * t};
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) rows.from[n] = item.pair[n] < 0 ? -1 : item.pair[n] * (p.inter / kBlock);
+    float sum[2][kTiles][4] = {};
+    stream.run(rows, item.count, steps, sum);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      // The lane's sums are of rows 2 t and 2 t + 1 of the tile.
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int pair = __shfl_sync(0xffffffffu, item.pair[n], 8 * t + 4 * odd);
+        if (pair < 0) continue;
+        float* to = p.parts + static_cast<int64_t>(pair) * p.hidden + column + g;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) to[16 * m] = sum[m][n][odd], to[16 * m + 8] = sum[m][n][2 + odd];
+      }
+    }
+  }
+  wait_for_kernel_before();  // also where there was nothing to do
+}
+
+}  // namespace kdtp
