@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -24,6 +26,23 @@ EXIT_INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Bad input is one line on stderr and exit code 2."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["engine"]:
+        # A service that is told to end has ended in good order, also when it had only begun to import.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: os._exit(0))
+    try:
+        chosen = _parser(given).parse_args(given)
+        code: int = chosen.run(chosen)
+        return code
+    except ValueError as error:
+        print(f"kdtp {given[0]}: {error}", file=sys.stderr)
+        return EXIT_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kdtp", description="Exact DDTree speculative decoding for MLA + MoE models.")
     parser.add_argument("--version", action="version", version=f"kdtp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -34,16 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module = _module(name)
             module.add_flags(command)
             command.set_defaults(run=module.run)
-    chosen = parser.parse_args(given)
-    try:
-        code: int = chosen.run(chosen)
-        return code
-    except ValueError as error:
-        print(f"kdtp {chosen.command}: {error}", file=sys.stderr)
-        return EXIT_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return parser
 
 
 def _module(command: str) -> ModuleType:

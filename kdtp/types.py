@@ -29,6 +29,7 @@ Token: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
 _INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 Seed: TypeAlias = Annotated[int, _INT64]
+Pid: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
 
 
@@ -227,7 +228,7 @@ class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The coordinator's answer to Hello: everything a worker needs to know. `config` is EngineConfig as a mapping."""
 
     epoch: Count
-    coordinator_pid: Count
+    coordinator_pid: Pid
     config: dict[str, object]
     config_hash: Text
 
@@ -250,7 +251,7 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     version: Text
     rank: Count
     world_size: Count
-    pid: Count
+    pid: Pid
 
 
 class Progress(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -317,7 +318,9 @@ class Cancel(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class StatusQuery(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Ask for Status."""
+    """Ask for Status. `upto`: the newest label this client has used; the answer repeats it."""
+
+    upto: Count = 0
 
 
 class ShutdownQuery(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -375,10 +378,16 @@ class Failed(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """A picture of the engine. state: "loading", "ready", "draining" or "dead"."""
+    """A picture of the engine. state: "loading" or "ready".
 
+    upto: of the query; open: this client's open requests at that time. A label up to `upto` that is not open has had
+    its terminal event, or the event was lost because this client did not read.
+    """
+
+    upto: Count
+    open: tuple[Count, ...]
     state: Text
-    pid: Count
+    pid: Pid
     version: Text
     tp: Count
     step: Count
@@ -388,7 +397,7 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     pages_free: Count
     load_done: Count
     load_total: Count
-    worker_pids: tuple[Count, ...]
+    worker_pids: tuple[Pid, ...]
     counters: dict[str, int]
     model: Text
     vocab_size: Count

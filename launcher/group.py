@@ -65,28 +65,24 @@ class Group:
 
     def start(self) -> None:
         """Spawn the lead and the ranks."""
+        os.makedirs(self._scratch, exist_ok=True)
+        self._listen()
         self._store, port = _loopback_store(self._size)
         self._spawn("lead", {0: self._lead_args}, {0: {}}, [LEAD])
         envs = {rank: _environment(rank, self._size, port) for rank in range(self._size)}
         if self._size:
             self._spawn("rank", dict.fromkeys(range(self._size), self._rank_args), envs, list(range(self._size)))
-        # After the spawn, because elastic installs handlers of its own.
+
+    def _listen(self) -> None:
+        """Signals are noted and wake the selector. Elastic would install handlers that raise: it gets SIGQUIT alone."""
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+        self._wakeup, self._wakeup_send = socket.socketpair()
+        for end in (self._wakeup, self._wakeup_send):
+            end.setblocking(False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
+        signal.set_wakeup_fd(self._wakeup_send.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        self._wakeup, wakeup_send = socket.socketpair()
-        for end in (self._wakeup, wakeup_send):
-            end.setblocking(False)
-        signal.set_wakeup_fd(wakeup_send.fileno(), warn_on_full_buffer=False)
-        self._wakeup_send = wakeup_send
-        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
-
-    def watch(self, fd: int) -> None:
-        """End the group when `fd` (say, the standard input that the parent holds) is closed at its other end."""
-        self._selector.register(fd, selectors.EVENT_READ, fd)
-
-    def stop(self) -> None:
-        """End the group as a SIGTERM would."""
-        self._signal = self._signal or signal.SIGTERM
 
     def run(self) -> int:
         """Wait for the end, see to it that nothing is left, and return the exit code: 0 for an orderly end."""
@@ -105,10 +101,13 @@ class Group:
         """An orderly end, the lead first: it has clients to tell."""
         self._signal_all([LEAD], signal.SIGTERM)
         self._wait(_LEAVE, lambda: LEAD not in self._pids)
+        told = LEAD not in self._pids
         self._signal_all(sorted(self._pids), signal.SIGTERM)
         self._wait(_DUMP, lambda: not self._pids)
         self._kill()
-        return 0
+        if not told:
+            self._say(f"the lead did not end within {_LEAVE} s; its clients may not have been told")
+        return 0 if told else 1
 
     def _dump(self) -> None:
         """Say what ended first, and let those still there write their stacks to the log."""
@@ -138,11 +137,8 @@ class Group:
     def _note(self, key: selectors.SelectorKey) -> None:
         if key.fileobj is self._wakeup:
             self._wakeup.recv(64)
-        elif isinstance(key.data, End):
+        else:
             self._reap(key.data.rank)
-        elif not os.read(key.fd, 4096):
-            self._selector.unregister(key.fd)
-            self.stop()
 
     def _reap(self, rank: int) -> None:
         pid, pidfd = self._pids.pop(rank), self._pidfds.pop(rank)

@@ -76,9 +76,9 @@ class Running:
                 self.seen.append(process)
         return self.seen
 
-    def find(self, module: str, rank: int | None = None) -> psutil.Process:
-        """The coordinator ("kdtp.engine.host") or a worker ("kdtp.engine.worker") of a rank."""
-        found = [p for p in self.family() if module in p.cmdline()]
+    def find(self, role: str, rank: int | None = None) -> psutil.Process:
+        """The coordinator ("host") or the "worker" of a rank."""
+        found = [p for p in self.family() if {"kdtp.engine.start", role} <= set(p.cmdline())]
         if rank is not None:
             found = [p for p in found if p.environ().get("RANK") == str(rank)]
         (process,) = found

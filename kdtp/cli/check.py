@@ -14,10 +14,12 @@ from kdtp.engine.plan import Golden
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome. matches_golden and max_abs_logit_diff (to the golden logits) are None where there is no golden."""
+    """The outcome. golden_tokens: how many were compared with the golden text; without one it is 0, and matches_golden
+    and max_abs_logit_diff (to the golden logits) are None."""
 
     tokens: int
     equal: int
+    golden_tokens: int
     matches_ar: bool
     matches_golden: bool | None
     max_abs_logit_diff: float | None
@@ -33,6 +35,7 @@ class Verdict:
         return {
             "matches_ar": self.matches_ar,
             "matches_golden": self.matches_golden,
+            "golden_tokens": self.golden_tokens,
             "max_abs_logit_diff": self.max_abs_logit_diff,
             "max_abs_logit_diff_ar": self.max_abs_logit_diff_ar,
         }
@@ -41,21 +44,24 @@ class Verdict:
         """One line for the screen."""
         names = [method, "AR"] if method != "AR" else ["AR", "AR again"]
         if self.matches_golden is not None:
-            names.append("golden")
+            names.append("golden" if self.golden_tokens == self.tokens else f"golden[:{self.golden_tokens}]")
         sign = " == " if self.holds else " != "
         difference = self.max_abs_logit_diff if self.max_abs_logit_diff is not None else self.max_abs_logit_diff_ar
         return f"{sign.join(names)}: {self.equal}/{self.tokens}, max_abs_logit_diff={difference:.3e}"
 
 
 def check(done: Completion, plain: Completion, golden: Golden | None) -> Verdict:
-    """Compare a completion with plain decoding by the same engine, and with the numpy reference's tokens and logits."""
-    # Beyond the golden tokens there is nothing to compare with.
-    truth = golden.tokens[: len(done.tokens)] if golden else ()
-    count = max(len(done.tokens), len(plain.tokens))
+    """Compare a completion with plain decoding by the same engine, and with the numpy reference's tokens and logits.
+
+    golden: what the completion must begin with, all of it.
+    """
+    truth = golden.tokens if golden else ()
+    count = max(len(done.tokens), len(plain.tokens), len(truth))
     pairs = [(_at(done.tokens, i), _at(plain.tokens, i), _at(truth, i)) for i in range(count)]
     return Verdict(
         tokens=count,
         equal=sum(a == b and c in (a, None) for a, b, c in pairs),
+        golden_tokens=len(truth),
         matches_ar=done.tokens == plain.tokens and done.finish_reason == plain.finish_reason,
         matches_golden=done.tokens[: len(truth)] == truth if golden else None,
         max_abs_logit_diff=_difference(done.logits, golden.logits) if golden else None,

@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 import signal
-import sys
+import threading
 from pathlib import Path
 
 from kdtp import log
 from kdtp.cli.flags import add_engine_flags, engine_config
-from kdtp.engine import rundir
+from kdtp.engine import guard, rundir
 from kdtp.engine.plan import plan
 from kdtp.log import logger
 
@@ -29,27 +29,40 @@ def run(chosen: argparse.Namespace) -> int:
     log.setup("launcher", chosen.log_level)
     config = plan(engine_config(chosen)).config
     folder = rundir.check(chosen.run_dir.resolve()) if chosen.run_dir else rundir.create()
+    tidy = rundir.clean if chosen.run_dir else rundir.remove
     held = rundir.lock(folder)
 
     def leave(number: int, frame: object) -> None:
-        rundir.remove(folder)
-        os._exit(0)
+        tidy(folder)
+        guard.leave(0)
 
     # Until there are children to look after, an end is just an end; importing torch takes a while.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
+    if chosen.end_with_stdin:
+        threading.Thread(target=_end_with_stdin, name="stdin-watch", daemon=True).start()
     from launcher.group import Group
 
-    place = ("--run-dir", str(folder), "--log-level", chosen.log_level)
-    lead = ("-m", "kdtp.engine.host", *place, "--config", json.dumps(config.mapping()))
+    def command(role: str, *arguments: str) -> tuple[str, ...]:
+        place = ("--run-dir", str(folder), "--log-level", chosen.log_level)
+        return ("-m", "kdtp.engine.start", str(os.getpid()), role, *place, *arguments)
+
+    lead = command("host", "--config", json.dumps(config.mapping()))
     ranks = config.tp if config.tp > 1 else 0  # a single rank lives in the coordinator's process
-    group = Group(lead, ("-m", "kdtp.engine.worker", *place), ranks, str(folder), logger.warning)
+    group = Group(lead, command("worker"), ranks, str(folder / rundir.SCRATCH), logger.warning)
     group.start()
-    if chosen.end_with_stdin:
-        group.watch(sys.stdin.fileno())
     print(f"rpc {rundir.endpoint(folder, 'rpc')}", flush=True)
     code = group.run()
-    rundir.remove(folder)
+    tidy(folder)
     os.close(held)
-    sys.stderr.flush()
-    os._exit(code)  # torch's teardown takes longer than an orderly end should
+    guard.leave(code)
+
+
+def _end_with_stdin() -> None:
+    """SIGTERM for this process once standard input is closed at its other end."""
+    try:
+        while os.read(0, 4096):
+            pass
+    except OSError as error:
+        logger.warning("--end-with-stdin: standard input: %s", error)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import reprlib
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ _ENGINE = {
     "kv_tokens": "rows of KV cache per rank (0: automatic)",
     "max_batch": "sequences per forward",
     "prefill_chunk": "prompt tokens per sequence and forward",
-    "max_queue": "requests that may wait",
+    "max_queue": "requests that may wait (at least 1: each waits for the next step)",
     "step_timeout": "seconds a forward may take before the engine counts as hung",
     "load_timeout": "seconds loading may take",
     "stall_timeout": "seconds loading may stand still",
@@ -42,8 +43,12 @@ _DRAFTER = {
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add --config and a flag for every setting."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML or JSON; flags override them")
-    _add(parser, EngineConfig, {name: (name.replace("_", "-"), text) for name, text in _ENGINE.items()}, "engine")
+    _add(parser, EngineConfig, {name: (_flag(name), text) for name, text in _ENGINE.items()}, "engine")
     _add(parser, DrafterConfig, _DRAFTER, "drafter")
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _add(parser: argparse.ArgumentParser, cls: Any, flags: dict[str, tuple[str, str]], title: str) -> None:
@@ -65,27 +70,37 @@ def _plain(value: object) -> str:
 
 
 def _floats(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: must be numbers, such as 0.9 or 1,0.8,0.6") from None
 
 
 def engine_config(chosen: argparse.Namespace) -> EngineConfig:
     """The EngineConfig of parsed flags. ConfigError naming flag or file, key, value and what is legal."""
+    source = str(chosen.config or "command line")
     values = _file(chosen.config) if chosen.config else {}
-    drafter = dict(values.pop("drafter", {}))
+    drafter = values.pop("drafter", {})
+    if not isinstance(drafter, dict):
+        raise ConfigError(f"{source}: drafter = {reprlib.repr(drafter)}: must be a table, with a name and settings")
+    origins = {}
     for dest, value in vars(chosen).items():
         title, _, name = dest.partition(".")
-        if name:
-            (values if title == "engine" else drafter)[name] = value
+        if name and title == "engine":
+            values[name], origins[name] = value, f"--{_flag(name)}"
+        elif name:
+            drafter[name] = value
+            origins["drafter" if name == "name" else dest] = f"--{_DRAFTER[name][0]}"
     if "model" not in values:
         raise ConfigError("model: is missing; give --model FILE")
-    return build(EngineConfig, {**values, "drafter": drafter}, str(chosen.config or "command line"))
+    return build(EngineConfig, {**values, "drafter": drafter}, source, origins)
 
 
 def _file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
         loaded = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: {error}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path}: must be a table of settings")

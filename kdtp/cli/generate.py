@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 import sys
 from collections.abc import Sequence
 
@@ -43,7 +44,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _ids(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",")) if text else ()
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: must be token ids, such as 5 or 5,6,7") from None
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -70,8 +74,10 @@ def run(chosen: argparse.Namespace) -> int:
 def _request(chosen: argparse.Namespace, checked: Plan) -> tuple[tuple[int, ...], SamplingParams]:
     golden = checked.golden
     prompt = chosen.prompt_tokens if chosen.prompt_tokens is not None else (golden.prompt if golden else ())
+    if chosen.prompt_tokens == ():
+        raise ValueError("--prompt-tokens = '': must be at least one token id, such as 5 or 5,6,7")
     if not prompt:
-        raise ValueError("--prompt-tokens: must name at least one token id; the model file has no prompt of its own")
+        raise ValueError("--prompt-tokens: is missing, and the model file has no prompt of its own")
     if checked.config.drafter.name == "oracle" and (golden is None or prompt != golden.prompt):
         raise ValueError("drafter = 'oracle': knows only the model file's own prompt; leave out --prompt-tokens")
     own = golden is not None and prompt == golden.prompt
@@ -90,9 +96,14 @@ def _request(chosen: argparse.Namespace, checked: Plan) -> tuple[tuple[int, ...]
 
 
 def _golden_for(checked: Plan, prompt: Sequence[int], params: SamplingParams) -> Golden | None:
-    """The golden continuation, if it is what this request must give."""
+    """The part of the golden continuation that this request must give, if it is one of that text."""
     golden = checked.golden
-    return golden if golden and tuple(prompt) == golden.prompt and params.temperature == 0.0 else None
+    if golden is None or tuple(prompt) != golden.prompt or params.temperature != 0.0:
+        return None
+    stops = {*params.stop_tokens, *(() if params.ignore_eos else checked.model.eos_token_ids)}
+    end = next((i for i, token in enumerate(golden.tokens, 1) if token in stops), len(golden.tokens))
+    end = min(end, params.max_tokens)
+    return Golden(golden.prompt, golden.tokens[:end], golden.logits[:end])
 
 
 def _method(checked: Plan) -> str:

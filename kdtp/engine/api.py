@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.engine import rundir
 from kdtp.engine.plan import Plan, plan
-from kdtp.engine.rpc import Client, EngineDead, Reply
-from kdtp.engine.scheduler import Request
+from kdtp.engine.rpc import Client, EngineBusy, EngineDead, Labelled, Reply
+from kdtp.engine.scheduler import QueueFull, Request
 from kdtp.types import Failed, Finished, FromEngine, SamplingParams, Tokens, Usage
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Completion:
 
 class _Backend(Protocol):
     def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int: ...
-    def any_events(self, requests: Sequence[int]) -> Iterator[tuple[int, FromEngine, bytes | None]]: ...
+    def wait(self, requests: Iterable[int]) -> list[Labelled]: ...
     def cancel(self, request: int) -> None: ...
     def close(self) -> None: ...
 
@@ -52,7 +53,8 @@ class Engine:
 
     model: a KDTR model file; tp: ranks, each a process of its own if more than one; drafter: a name (its settings then
     are `block` and `budget`) or a DrafterConfig; on_progress: called with bytes loaded and to load. Other settings:
-    `Engine.of(EngineConfig(...))`. Raises ValueError for what cannot be, EngineDead when the processes fail.
+    `Engine.of(EngineConfig(...))`. Raises ValueError for what cannot be, EngineBusy when the
+    queue is full of others' requests, EngineDead when the processes fail.
     """
 
     def __init__(
@@ -99,19 +101,28 @@ class Engine:
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"params: {len(each)} for {len(prompts)} prompts")
-        labels = [self._backend.submit(p, s, speculate, want_logits) for p, s in zip(prompts, each, strict=True)]
-        got: dict[int, list[Reply]] = {label: [] for label in labels}
+        work = iter(zip(range(len(prompts)), prompts, each, strict=True))
+        got: list[list[Reply]] = [[] for _ in prompts]
+        open_ones: dict[int, int] = {}  # label -> index of its prompt
         try:
-            for label, message, frame in self._backend.any_events(labels):
-                _raise_if_failed(message)
-                got[label].append((message, frame))
-                if on_tokens and isinstance(message, Tokens):
-                    on_tokens(labels.index(label), message)
+            while True:
+                # No more at once than the engine takes without refusing.
+                for index, prompt, p in itertools.islice(work, max(0, self.config.max_queue - len(open_ones))):
+                    open_ones[self._backend.submit(prompt, p, speculate, want_logits)] = index
+                if not open_ones:
+                    return [_completion(prompt, replies) for prompt, replies in zip(prompts, got, strict=True)]
+                for label, message, frame in self._backend.wait(open_ones):
+                    index = open_ones[label]
+                    if isinstance(message, Finished | Failed):
+                        del open_ones[label]
+                    _raise_if_failed(message)
+                    got[index].append((message, frame))
+                    if on_tokens and isinstance(message, Tokens):
+                        on_tokens(index, message)
         except BaseException:
-            for label in labels:
+            for label in open_ones:
                 self._backend.cancel(label)
             raise
-        return [_completion(prompt, got[label]) for prompt, label in zip(prompts, labels, strict=True)]
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams | None = None, speculate: bool = True
@@ -120,18 +131,20 @@ class Engine:
         label = self._backend.submit(prompt, params or SamplingParams(), speculate, False)
         finished = False
         try:
-            for _, message, _ in self._backend.any_events([label]):
-                finished = not isinstance(message, Tokens)
-                _raise_if_failed(message)
-                assert isinstance(message, Tokens | Finished)
-                yield message
+            while not finished:
+                for _, message, _ in self._backend.wait([label]):
+                    finished = not isinstance(message, Tokens)
+                    _raise_if_failed(message)
+                    assert isinstance(message, Tokens | Finished)
+                    yield message
         finally:
             if not finished:
                 self._backend.cancel(label)
 
     def close(self) -> None:
         """End the engine and all its processes."""
-        self._backend.close()
+        backend, self._backend = self._backend, _Closed()
+        backend.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -142,7 +155,8 @@ class Engine:
 
 def _raise_if_failed(message: FromEngine) -> None:
     if isinstance(message, Failed):
-        raise ValueError(message.message) if message.code == "invalid" else EngineDead(message.message)
+        kind = {"invalid": ValueError, "capacity": EngineBusy}.get(message.code, EngineDead)
+        raise kind(message.message)
 
 
 def _completion(prompt: Sequence[int], replies: Sequence[Reply]) -> Completion:
@@ -156,6 +170,20 @@ def _completion(prompt: Sequence[int], replies: Sequence[Reply]) -> Completion:
     last = replies[-1][0]
     assert isinstance(last, Finished)
     return Completion(tuple(prompt), tuple(tokens), last.reason, last.usage, np.concatenate(rows) if rows else None)
+
+
+class _Closed:
+    """What is behind an Engine after `close`."""
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int:
+        raise ValueError("the engine is closed")
+
+    def wait(self, requests: Iterable[int]) -> list[Labelled]:
+        raise ValueError("the engine is closed")
+
+    def cancel(self, request: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class _InProcess:
@@ -174,24 +202,28 @@ class _InProcess:
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int:
         self._opened += 1
-        self._coordinator.submit(Request(self._opened, tuple(prompt), params, speculate, want_logits))
+        try:
+            self._coordinator.submit(Request(self._opened, tuple(prompt), params, speculate, want_logits))
+        except QueueFull as error:
+            raise EngineBusy(str(error)) from None
         self._events[self._opened] = deque()
         return self._opened
 
-    def any_events(self, requests: Sequence[int]) -> Iterator[tuple[int, FromEngine, bytes | None]]:
-        open_ones = set(requests)
-        while open_ones:
-            for request in sorted(open_ones):
-                while self._events.get(request):
-                    message, frame = self._events[request].popleft()
-                    if isinstance(message, Finished | Failed):
-                        open_ones.discard(request)
-                        del self._events[request]
-                    yield request, message, frame
-            if open_ones:
-                for event in self._coordinator.step():
-                    assert event.message.request is not None
-                    self._events[event.message.request].append((event.message, event.logits))
+    def wait(self, requests: Iterable[int]) -> list[Labelled]:
+        while True:
+            got = [(r, *reply) for r in sorted(requests) for reply in self._take(r)]
+            if got:
+                return got
+            for event in self._coordinator.step():
+                assert event.message.request is not None
+                self._events[event.message.request].append((event.message, event.logits))
+
+    def _take(self, request: int) -> list[Reply]:
+        replies = list(self._events[request])
+        self._events[request].clear()
+        if replies and not isinstance(replies[-1][0], Tokens):
+            del self._events[request]
+        return replies
 
     def cancel(self, request: int) -> None:
         self._events.pop(request, None)
@@ -206,7 +238,7 @@ class _Group:
 
     def __init__(self, plan: Plan, tell: OnProgress) -> None:
         self._folder = rundir.create()
-        settings = self._folder / "engine.json"
+        settings = self._folder / rundir.SETTINGS
         settings.write_text(json.dumps(plan.config.mapping()))
         command = [sys.executable, "-m", "kdtp", "engine", "--config", str(settings), "--run-dir", str(self._folder)]
         self._process = subprocess.Popen(
@@ -239,8 +271,8 @@ class _Group:
     def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int:
         return self._client.submit(prompt, params, speculate, want_logits)
 
-    def any_events(self, requests: Sequence[int]) -> Iterator[tuple[int, FromEngine, bytes | None]]:
-        return self._client.any_events(requests)
+    def wait(self, requests: Iterable[int]) -> list[Labelled]:
+        return self._client.wait(requests)
 
     def cancel(self, request: int) -> None:
         self._client.cancel(request)

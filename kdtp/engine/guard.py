@@ -11,18 +11,20 @@ import threading
 import time
 import traceback
 from types import TracebackType
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """Make this process end when its parent does, however the parent dies.
+def end_with_parent(parent: int) -> None:
+    """Make this process end when process `parent` does, however it dies; at once if it is gone already.
 
-    The kernel's parent-death signal acts at once, also when this process is stuck in C. It names the parent's
-    *thread*, and a parent that died before the call is not noticed: so a thread here watches getppid() too.
+    The kernel's parent-death signal acts also while this process is stuck in C. But it names the parent's *thread*, so
+    a thread here watches getppid() too.
     """
-    parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -30,6 +32,13 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now: torch's teardown takes longer than an orderly end should, and may wait for dead peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def dump_stacks_on_signal() -> None:

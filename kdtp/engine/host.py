@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -105,7 +104,7 @@ class Host:
                 found = [i for i, who in self._clients.items() if who == (client, message.request)]
                 self._cancel(found)
             case StatusQuery():
-                self._rpc.send(client, self._status())
+                self._rpc.send(client, self._status(client, message.upto))
             case ShutdownQuery():
                 self._stop = "a client asked for it"
 
@@ -150,12 +149,14 @@ class Host:
                 del self._clients[request_id]
                 self._coordinator.cancel(request_id)
 
-    def _status(self) -> Status:
+    def _status(self, client: bytes, upto: int) -> Status:
         coordinator, scheduler = self._coordinator, self._coordinator.scheduler
         done, total = self._handshake.loaded
         counters = coordinator.counters + self._fleet.dropped() + self._rpc.dropped
         counters["desync_checks"] = self._fleet.desync_checks
         return Status(
+            upto=upto,
+            open=tuple(label for who, label in self._clients.values() if who == client),
             state=self._state,
             pid=os.getpid(),
             version=__version__,
@@ -195,8 +196,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="EngineConfig as a JSON object")
     parser.add_argument("--log-level", default="info", choices=log.LEVELS)
     chosen = parser.parse_args(arguments)
-    guard.end_with_parent()
-    guard.dump_stacks_on_signal()
     log.setup("coordinator", chosen.log_level)
     try:
         config = build(EngineConfig, msgspec.json.decode(chosen.config), "--config")
@@ -209,7 +208,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return host.run()
 
 
-if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)  # torch's teardown takes longer than a group has for its end
+if __name__ == "__main__":  # beside torchrun
+    guard.dump_stacks_on_signal()
+    guard.leave(main())

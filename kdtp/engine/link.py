@@ -19,6 +19,7 @@ from kdtp.engine.rundir import endpoint
 from kdtp.log import logger
 from kdtp.types import FromWorker, Hello, Shutdown, ToWorker
 
+MOST_AT_ONCE = 64  # frames taken from a socket before the next thing is done
 MAX_FRAME = 256 << 20  # bytes; logits of a wide forward are the largest
 _HIGH_WATER = 1000  # messages; the protocol never has more than two under way
 _LINGER_MS = 200  # for a last Shutdown to leave
@@ -45,6 +46,11 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Give up the link's resources."""
+
+
+def is_round(count: int) -> bool:
+    """Whether the count-th thing of a kind is worth a line in the log: 1, 2, 5, 10, 20, 50, 100 …"""
+    return str(count).rstrip("0") in ("1", "2", "5")
 
 
 def tune(socket: zmq.Socket[bytes], max_frame: int = MAX_FRAME) -> None:
@@ -115,7 +121,7 @@ class ZmqLink:
             raise EngineFault(f"rank {self.rank} cannot be reached: {error}") from None
 
     def receive(self) -> tuple[FromWorker, bytes | None] | None:
-        while True:
+        for _ in range(MOST_AT_ONCE):  # a flood of frames to drop must not hold up the rest
             try:
                 peer, *frames = self.socket.recv_multipart()
             except zmq.Again:
@@ -123,6 +129,7 @@ class ZmqLink:
             message = self._read(peer, frames)
             if message is not None:
                 return message, frames[1] if len(frames) > 1 else None
+        return None
 
     def _read(self, peer: bytes, frames: list[bytes]) -> FromWorker | None:
         if len(frames) not in _FRAMES:
@@ -130,7 +137,7 @@ class ZmqLink:
             return None
         try:
             message = self._decoder.decode(frames[0])
-        except msgspec.DecodeError as error:  # ValidationError is one of its kind
+        except (msgspec.DecodeError, RecursionError) as error:  # too deeply nested is the latter
             self._drop("malformed", " ".join(str(error).split()))
             return None
         if isinstance(message, Hello) and self._peer is None and message.rank == self.rank:
@@ -153,7 +160,8 @@ class ZmqLink:
 
     def _drop(self, why: str, what: str) -> None:
         self.dropped[why] += 1
-        logger.warning("rank %d: dropped a %s frame: %s", self.rank, why, what)
+        if is_round(self.dropped[why]):
+            logger.warning("rank %d: dropped %s frame number %d: %s", self.rank, why, self.dropped[why], what)
 
     def _refuse(self, peer: bytes, reason: str) -> None:
         try:

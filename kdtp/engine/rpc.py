@@ -6,14 +6,16 @@ Finished or Failed per request, and Status. Neither side needs torch.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import zmq
 
-from kdtp.engine.link import tune
+from kdtp.engine.link import MOST_AT_ONCE, is_round, tune
 from kdtp.log import logger
 from kdtp.types import (
     Cancel,
@@ -32,10 +34,15 @@ MAX_REQUEST = 16 << 20  # bytes of one client message
 _MAX_PROBLEM = 500  # characters of a complaint sent back
 
 Reply = tuple[FromEngine, bytes | None]
+Labelled = tuple[int, FromEngine, bytes | None]
 
 
 class EngineDead(RuntimeError):
     """The engine ended, failed a request for a reason of its own, or no longer answers."""
+
+
+class EngineBusy(RuntimeError):
+    """The engine's queue is full: try again later. Nothing was lost."""
 
 
 class Server:
@@ -50,8 +57,8 @@ class Server:
         self.socket.bind(address)
 
     def receive(self) -> Iterator[tuple[bytes, ToEngine]]:
-        """All messages that have arrived, with their senders."""
-        while True:
+        """Messages that have arrived, with their senders; a bounded number, lest a flood stop the rounds."""
+        for _ in range(MOST_AT_ONCE):
             try:
                 client, *frames = self.socket.recv_multipart()
             except zmq.Again:
@@ -60,10 +67,11 @@ class Server:
                 if len(frames) != 1:
                     raise msgspec.DecodeError(f"{len(frames)} frames, want 1")
                 yield client, self._decoder.decode(frames[0])
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 self.dropped["malformed_rpc"] += 1
                 problem = " ".join(str(error).split())[:_MAX_PROBLEM]
-                logger.warning("rpc: dropped a malformed message: %s", problem)
+                if is_round(self.dropped["malformed_rpc"]):
+                    logger.warning("rpc: dropped malformed message %d: %s", self.dropped["malformed_rpc"], problem)
                 self.send(client, Failed(_label(frames), "invalid", problem))
 
     def send(self, client: bytes, message: FromEngine, frame: bytes | None = None) -> bool:
@@ -72,7 +80,8 @@ class Server:
             self.socket.send_multipart([client, msgspec.msgpack.encode(message)] + ([] if frame is None else [frame]))
         except zmq.ZMQError as error:
             self.dropped["unreachable_client"] += 1
-            logger.info("rpc: a client is gone: %s", error)
+            if is_round(self.dropped["unreachable_client"]):
+                logger.info("rpc: message %d to a client that is gone: %s", self.dropped["unreachable_client"], error)
             return False
         return True
 
@@ -86,7 +95,7 @@ def _label(frames: Sequence[bytes]) -> int | None:
     try:
         raw = msgspec.msgpack.decode(frames[0], type=dict[str, msgspec.Raw])
         return msgspec.msgpack.decode(raw["request"], type=int)
-    except (msgspec.DecodeError, KeyError, IndexError):
+    except (msgspec.DecodeError, RecursionError, KeyError, IndexError):
         return None
 
 
@@ -94,7 +103,7 @@ class Client:
     """A client of one engine. Not for use by several threads at once.
 
     alive: called while waiting; it raises when the caller knows that the engine is gone. silence: seconds without a
-    sign of life after which the engine counts as dead.
+    sign of life after which the engine counts as dead. An engine on this machine that ends is noticed at once.
     """
 
     def __init__(self, address: str, alive: Callable[[], None] | None = None, silence: float = 60.0) -> None:
@@ -103,6 +112,8 @@ class Client:
         tune(self._socket)
         self._socket.setsockopt(zmq.SNDTIMEO, 200)
         self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._alive = alive or (lambda: None)
         self._silence = silence
@@ -110,6 +121,8 @@ class Client:
         self._labels = 0
         self._events: dict[int, deque[Reply]] = {}
         self._status: Status | None = None
+        self._engine: int | None = None  # pidfd of the coordinator
+        self._send(StatusQuery())
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, speculate: bool = True, want_logits: bool = False
@@ -136,7 +149,7 @@ class Client:
         """The engine's picture of itself; EngineDead after `timeout` seconds without an answer."""
         self._status = None
         deadline = time.monotonic() + timeout
-        self._send(StatusQuery())
+        self._send(StatusQuery(self._labels))
         while self._status is None:
             if time.monotonic() > deadline:
                 raise EngineDead(f"no status within {timeout:.0f} s")
@@ -148,42 +161,78 @@ class Client:
         for _, message, frame in self.any_events([request]):
             yield message, frame
 
-    def any_events(self, requests: Sequence[int]) -> Iterator[tuple[int, FromEngine, bytes | None]]:
+    def any_events(self, requests: Sequence[int]) -> Iterator[Labelled]:
         """(request, event, logits) of several requests as they come, until each has had its terminal one."""
         open_ones = set(requests)
         while open_ones:
-            for request in sorted(open_ones):
-                queue = self._events[request]
-                while queue:
-                    message, frame = queue.popleft()
-                    if isinstance(message, Finished | Failed):
-                        open_ones.discard(request)
-                        del self._events[request]
-                    yield request, message, frame
-            if open_ones and not any(self._events[r] for r in open_ones):
-                self._pump(1.0)
+            for request, message, frame in self.wait(open_ones):
+                if isinstance(message, Finished | Failed):
+                    open_ones.discard(request)
+                yield request, message, frame
+
+    def wait(self, requests: Iterable[int]) -> list[Labelled]:
+        """At least one event of the open `requests`, after waiting for it. EngineDead when the engine is gone."""
+        while True:
+            got = [(r, *reply) for r in sorted(requests) for reply in self._take(r)]
+            if got:
+                return got
+            self._pump(1.0)
+
+    def _take(self, request: int) -> list[Reply]:
+        replies = list(self._events[request])
+        self._events[request].clear()
+        if replies and isinstance(replies[-1][0], Finished | Failed):
+            del self._events[request]
+        return replies
 
     def _pump(self, seconds: float) -> None:
         """Wait for messages and sort them; EngineDead when the engine shows no life."""
-        if not self._socket.poll(int(seconds * 1000)):
+        ready = dict(self._poller.poll(int(seconds * 1000)))
+        if self._socket in ready:
+            self._heard = time.monotonic()
+            for frames in self._frames():
+                self._sort(self._decoder.decode(frames[0]), frames[1] if len(frames) > 1 else None)
+        elif self._engine in ready:
+            self._alive()
+            raise EngineDead("the engine has ended")
+        else:
             self._alive()
             if time.monotonic() - self._heard > self._silence:
                 raise EngineDead(f"no sign of life from the engine for {self._silence:.0f} s")
-            self._send(StatusQuery())
-            return
+            self._send(StatusQuery(self._labels))
+
+    def _frames(self) -> Iterator[list[bytes]]:
         while True:
             try:
-                frames = self._socket.recv_multipart()
+                yield self._socket.recv_multipart()
             except zmq.Again:
                 return
-            self._heard = time.monotonic()
-            message = self._decoder.decode(frames[0])
-            if isinstance(message, Status):
-                self._status = message
-            elif message.request in self._events:
-                self._events[message.request].append((message, frames[1] if len(frames) > 1 else None))
-            elif isinstance(message, Failed) and message.request is None:
-                raise ValueError(f"the engine could not read a message: {message.message}")
+
+    def _sort(self, message: FromEngine, frame: bytes | None) -> None:
+        if isinstance(message, Status):
+            self._status = message
+            self._watch(message.pid)
+            self._find_lost(message)
+        elif message.request in self._events:
+            self._events[message.request].append((message, frame))
+        elif isinstance(message, Failed) and message.request is None:
+            raise ValueError(f"the engine could not read a message: {message.message}")
+
+    def _watch(self, pid: int) -> None:
+        """Poll for the end of the coordinator, if it runs on this machine."""
+        if self._engine is None:
+            with contextlib.suppress(OSError):
+                self._engine = os.pidfd_open(pid)
+                self._poller.register(self._engine, zmq.POLLIN)
+
+    def _find_lost(self, status: Status) -> None:
+        """End requests that the engine knows no more, although their end never came: it could not deliver it, or it is
+        another engine at the same address."""
+        for request, queue in self._events.items():
+            ended = bool(queue) and isinstance(queue[-1][0], Finished | Failed)
+            if request <= status.upto and request not in status.open and not ended:
+                text = "the engine gave up this request: its events could not be delivered"
+                queue.append((Failed(request, "engine", text), None))
 
     def _send(self, message: ToEngine) -> None:
         """Send; while the engine takes no messages (it starts, or hangs), wait as long as for a sign of life."""
@@ -201,3 +250,6 @@ class Client:
         """Close the connection; requests still open are cancelled by the engine when it next writes to us."""
         self._socket.close(200)
         self._context.term()
+        if self._engine is not None:
+            os.close(self._engine)
+            self._engine = None

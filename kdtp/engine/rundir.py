@@ -1,7 +1,8 @@
-"""The private folder of one running engine: its sockets and its lock."""
+"""The private folder of one running engine: its sockets and its lock. Only what an engine made is ever deleted."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -9,6 +10,9 @@ import tempfile
 import time
 from pathlib import Path
 
+SETTINGS = "engine.json"  # of the engine, where the Python API started it
+SCRATCH = "scratch"  # for the launcher
+_LOCK = "lock"
 _PREFIX = "kdtp-"
 _MAX_SOCKET_PATH = 107  # sun_path of Linux, without the closing zero
 _LONGEST_NAME = "rank-0000.ipc"
@@ -20,7 +24,9 @@ def create() -> Path:
     if not os.access(base, os.W_OK):
         base = Path(tempfile.gettempdir())
     _sweep(base)
-    return check(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base)))
+    path = check(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base)))
+    (path / _LOCK).touch(0o600)  # also the mark by which a later sweep knows the folder
+    return path
 
 
 def check(path: Path) -> Path:
@@ -39,7 +45,11 @@ def check(path: Path) -> Path:
 
 def lock(path: Path) -> int:
     """Hold the folder for this process: a file descriptor to keep open. ValueError if another engine runs in it."""
-    held = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    return _hold(path, os.O_CREAT)
+
+
+def _hold(path: Path, flags: int) -> int:
+    held = os.open(path / _LOCK, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -53,9 +63,18 @@ def endpoint(path: Path, name: str) -> str:
     return f"ipc://{path / name}.ipc"
 
 
+def clean(path: Path) -> None:
+    """Delete what an engine made in the folder, and nothing else."""
+    for made in (*path.glob("rpc.ipc"), *path.glob("rank-*.ipc"), path / SETTINGS, path / _LOCK):
+        made.unlink(missing_ok=True)
+    shutil.rmtree(path / SCRATCH, ignore_errors=True)
+
+
 def remove(path: Path) -> None:
-    """Delete the folder and what is in it."""
-    shutil.rmtree(path, ignore_errors=True)
+    """`clean` a folder that `create` made, and delete it unless it holds something else."""
+    clean(path)
+    with contextlib.suppress(OSError):
+        path.rmdir()
 
 
 def _sweep(base: Path) -> None:
@@ -64,7 +83,8 @@ def _sweep(base: Path) -> None:
         try:
             if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < 3600:
                 continue
-            os.close(lock(path))
+            held = _hold(path, 0)  # without a lock file it is not a folder of ours
         except (OSError, ValueError):
             continue
         remove(path)
+        os.close(held)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -207,7 +206,7 @@ class Socket:
             if self._socket in ready:
                 try:
                     return self._decoder.decode(self._socket.recv())
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, RecursionError) as error:
                     logger.warning("dropped a malformed frame: %s", error)
             elif self._coordinator in ready:
                 time.sleep(_LAST_PAUSE)
@@ -244,8 +243,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     folder = rundir.check(chosen.run_dir)
     rank, size = _environment("RANK"), _environment("WORLD_SIZE")
-    guard.end_with_parent()
-    guard.dump_stacks_on_signal()
     guard.exit_on_any_exception()
     log.setup(f"worker tp={rank}", chosen.log_level)
     socket = Socket(folder, rank)
@@ -262,10 +259,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 1
     else:
         code = 0
-    # Not through the teardown of the process group, which waits for peers that may be gone.
-    sys.stderr.flush()
-    os._exit(code)
+    return code
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # under torchrun
+    guard.end_with_parent(os.getppid())
+    guard.dump_stacks_on_signal()
+    guard.leave(main())

@@ -215,7 +215,7 @@ def topk_logsumexp(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     ids = torch.empty(logits.shape[0], k, dtype=torch.int64, device=logits.device)
     shape: Fields = {"rows": logits.shape[0], "vocab": logits.shape[1], "stride": logits.stride(0), "k": k}
     fields: Fields = {"logits": logits, "lp": lp, "ids": ids} | shape
-    _run_in_workspace("topk", fields, logits.device)
+    _run("topk", fields)
     return lp, ids
 
 

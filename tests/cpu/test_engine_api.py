@@ -66,6 +66,23 @@ def test_two_streams_take_turns():
         assert texts[0] == list(GOLDEN.tokens) and len(texts[1]) == 24
 
 
+def test_a_refused_request_takes_nothing_with_it():
+    with engine(max_queue=4, max_batch=2) as made:
+        for _ in range(3):
+            with pytest.raises(ValueError, match="99999"):
+                made.generate([(1, 2)] * 3 + [(99999,)], PARAMS)
+        many = made.generate([GOLDEN.prompt] * 30, PARAMS)  # more than the queue takes at once
+        assert {done.tokens for done in many} == {GOLDEN.tokens}
+
+
+def test_a_closed_engine_says_so():
+    made = engine()
+    made.close()
+    with pytest.raises(ValueError, match="closed"):
+        made.generate([GOLDEN.prompt], PARAMS)
+    made.close()
+
+
 def test_errors_name_the_thing():
     with pytest.raises(ValueError, match="no such file"):
         Engine("nowhere.kdtr")
@@ -87,7 +104,7 @@ def test_a_dead_rank_raises(tmp_path):
     with pytest.raises(EngineDead, match="rank 1"), Engine(str(TINY), tp=2) as made:
         made.generate([GOLDEN.prompt], PARAMS)
         for child in psutil.Process().children(recursive=True):
-            if "kdtp.engine.worker" in child.cmdline() and child.environ().get("RANK") == "1":
+            if "worker" in child.cmdline() and child.environ().get("RANK") == "1":
                 stream = made.stream((1, 2), SamplingParams(max_tokens=450, ignore_eos=True))
                 next(stream)
                 child.kill()

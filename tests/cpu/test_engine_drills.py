@@ -13,7 +13,7 @@ import psutil
 import pytest
 import zmq
 
-from kdtp.engine.rpc import Client
+from kdtp.engine.rpc import Client, EngineDead
 from kdtp.types import Failed, Finished, SamplingParams, Submit, Tokens
 from tests.processes import REFS, TINY, Running, collect, kdtp, until
 
@@ -53,7 +53,7 @@ def check_gone(engine: Running, seconds: float = 5.0) -> None:
 def test_worker_killed(tmp_path):
     with Running(tmp_path) as engine:
         requests = start_long(engine, 3)
-        victim = engine.find("kdtp.engine.worker", 1)
+        victim = engine.find("worker", 1)
         victim.kill()
         killed = time.monotonic()
         for request in requests:
@@ -68,7 +68,7 @@ def test_worker_killed(tmp_path):
 
 def test_worker_killed_while_idle(tmp_path):
     with Running(tmp_path) as engine:
-        engine.find("kdtp.engine.worker", 0).kill()
+        engine.find("worker", 0).kill()
         assert engine.end(5.0) == EXIT_FAULT
         check_gone(engine)
 
@@ -77,7 +77,7 @@ def test_worker_killed_while_idle(tmp_path):
 def test_worker_stopped(tmp_path, idle):
     with Running(tmp_path, "--step-timeout", 1.5, "--ping-interval", 0.5) as engine:
         requests = [] if idle else start_long(engine, 2)
-        victim = engine.find("kdtp.engine.worker", 0)
+        victim = engine.find("worker", 0)
         victim.suspend()
         stopped = time.monotonic()
         for request in requests:
@@ -95,17 +95,65 @@ def test_worker_stopped(tmp_path, idle):
 def test_coordinator_killed(tmp_path):
     with Running(tmp_path) as engine:
         start_long(engine)
-        engine.find("kdtp.engine.host").kill()
+        stranger = Client(engine.address)  # knows nothing of the launcher
+        stranger.status(10)
+        engine.find("host").kill()
+        with pytest.raises(EngineDead, match="ended"):
+            list(stranger.events(stranger.submit((1,), LONG)))
+        stranger.close()
         assert engine.end(5.0) == 1
         check_gone(engine)
         assert "the lead" in engine.text() and "SIGKILL" in engine.text()
 
 
-def test_launcher_killed(tmp_path):
-    with Running(tmp_path) as engine:
-        start_long(engine)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("ready", [False, True])
+def test_launcher_killed(tmp_path, tp, ready):
+    with Running(tmp_path, tp=tp, wait=ready) as engine:
+        if ready:
+            start_long(engine)
+        else:  # while its children import torch
+            until(lambda: len(engine.launcher.children()) >= (1 if tp == 1 else 3), 30)
+        engine.family()
         engine.launcher.kill()
         check_gone(engine)
+
+
+def test_a_run_folder_of_the_user_keeps_his_files(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o700)
+    (folder / "thesis.txt").write_text("years of work")
+    with Running(tmp_path, "--run-dir", folder, tp=1) as engine:
+        engine.client.shutdown()
+        assert engine.end(5.0) == 0
+    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
+
+
+def test_told_to_end_under_a_flood(tmp_path):
+    with Running(tmp_path) as engine:
+        (request,) = start_long(engine)
+        folder = engine.address.removeprefix("ipc://").rpartition("/")[0]
+        code = f"""
+import zmq
+sockets = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(3)]
+for socket, name in zip(sockets, ("rpc", "rank-0", "rank-1")):
+    socket.connect(f"ipc://{folder}/{{name}}.ipc")
+while True:
+    for socket in sockets:
+        socket.send(b"\\xc1")
+"""
+        flood = subprocess.Popen([sys.executable, "-c", code])
+        try:
+            step = engine.status().step
+            until(lambda: engine.status().step > step + 3, 20, "rounds under the flood")
+            engine.process.terminate()
+            end, _ = terminal(engine.client, request)
+            assert isinstance(end, Failed) and end.code == "shutdown"
+            assert engine.end(5.0) == 0
+        finally:
+            flood.kill()
+            flood.wait()
+        assert len(engine.text()) < 100_000, "a line for every frame"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

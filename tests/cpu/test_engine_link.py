@@ -25,6 +25,8 @@ from kdtp.types import (
     Ready,
     SamplingParams,
     Shutdown,
+    Status,
+    StatusQuery,
     Submit,
     Tokens,
     Usage,
@@ -213,12 +215,85 @@ def test_rpc_drops_garbage_and_names_the_request_that_was_wrong(context, folder)
     raw.close()
 
 
+def submits(server):
+    return [(who, message) for who, message in server.receive() if isinstance(message, Submit)]
+
+
+def status(upto: int, *labels: int) -> Status:
+    """What an engine says that knows these open requests of the client."""
+    empty = dict.fromkeys(("step", "running", "waiting", "pages_total", "pages_free", "load_done", "load_total"), 0)
+    sizes = {"tp": 1, "vocab_size": 9, "max_positions": 9, "worker_pids": (), "counters": {}, "model": "m"}
+    return Status(upto=upto, open=labels, state="ready", pid=os.getpid(), version="x", **empty, **sizes)
+
+
+def test_a_request_that_the_engine_knows_no_more_ends(context, folder):
+    server = Server(context, rundir.endpoint(folder, "rpc"))
+    client = Client(rundir.endpoint(folder, "rpc"))
+    lost, kept, later = (client.submit((1,), SamplingParams()) for _ in range(3))
+    got = []
+    until(lambda: got.extend(submits(server)) or len(got) == 3)
+    who = got[0][0]
+    server.send(who, Tokens(lost, 0, (4,)))
+    server.send(who, status(kept, kept))  # asked before `later` was submitted
+    messages = [message for message, _ in client.events(lost)]
+    assert messages[0] == Tokens(lost, 0, (4,)) and messages[1].code == "engine" and len(messages) == 2
+    for label in (kept, later):
+        server.send(who, Finished(label, "stop", Usage()))
+        assert [message.reason for message, _ in client.events(label)] == ["stop"]
+    client.close()
+    server.close(0)
+
+
+def test_a_flood_does_not_hold_up_the_rest(context, folder):
+    fleet, _, peer = ready_fleet(context, folder)
+    stranger = Peer(context, folder, identity=b"stranger")
+    for _ in range(900):
+        stranger.say(b"\xc1")
+    answer(peer, Ids(EPOCH, 1, 0, ()))
+    assert fleet.forward([]) == ((), None)
+    server = Server(context, rundir.endpoint(folder, "rpc"))
+    client = Client(rundir.endpoint(folder, "rpc"))
+    for _ in range(300):
+        client._send(StatusQuery())
+    until(lambda: server.socket.poll(10))
+    assert 0 < len(list(server.receive())) <= 64
+    client.close()
+    server.close(0)
+
+
+@pytest.mark.parametrize("kind", [b"Submit", b"StatusQuery", b"Hello"])
+def test_deep_nesting_is_only_a_malformed_frame(context, folder, kind):
+    """200,000 lists inside each other under a key that comes before the tag."""
+    deep = b"\x82\xa1a" + b"\x91" * 200_000 + b"\x00" + b"\xa4type" + bytes([0xA0 + len(kind)]) + kind
+    fleet, link, peer = ready_fleet(context, folder)
+    answer(peer, (deep,), Ids(EPOCH, 1, 0, ()))
+    assert fleet.forward([]) == ((), None) and link.dropped["malformed"] == 1
+    server = Server(context, rundir.endpoint(folder, "rpc"))
+    raw = context.socket(zmq.DEALER)
+    raw.connect(rundir.endpoint(folder, "rpc"))
+    raw.send(deep)
+    until(lambda: not list(server.receive()) and server.dropped["malformed_rpc"] == 1)
+    server.close(0)
+    raw.close(0)
+
+
+def test_a_hello_from_an_impossible_process_is_dropped(context, folder):
+    link = ZmqLink(context, folder, 0)
+    handshake = Handshake(Fleet([link], EPOCH, 1.0), EngineConfig("fake"), os.getpid())
+    values = msgspec.structs.asdict(hello()) | {"type": "Hello"}
+    peer = Peer(context, folder)
+    for pid in (2**40, 0, -1, 2**31 - 1):
+        peer.say(msgspec.msgpack.encode(values | {"pid": pid}))
+    until(lambda: not handshake.advance(0.1) and link.dropped["malformed"] + link.dropped["stranger"] == 4)
+    assert link.hello is None
+
+
 def test_client_sorts_events_by_request(context, folder):
     server = Server(context, rundir.endpoint(folder, "rpc"))
     client = Client(rundir.endpoint(folder, "rpc"))
     first, second = (client.submit((1,), SamplingParams()) for _ in range(2))
     got = []
-    until(lambda: got.extend(server.receive()) or len(got) == 2)
+    until(lambda: got.extend(submits(server)) or len(got) == 2)
     who = got[0][0]
     assert isinstance(got[0][1], Submit) and got[0][1].request == first
     for label, tokens in ((second, (7,)), (first, (8, 9)), (second, (6,))):
@@ -246,7 +321,7 @@ def test_a_client_that_left_is_noticed_on_the_next_message(context, folder):
     client = Client(rundir.endpoint(folder, "rpc"))
     client.submit((1,), SamplingParams())
     got = []
-    until(lambda: got.extend(server.receive()) or got)
+    until(lambda: got.extend(submits(server)) or got)
     client.close()
     until(lambda: not server.send(got[0][0], Tokens(1, 0, (1,))))
     assert server.dropped["unreachable_client"] == 1
@@ -274,12 +349,27 @@ def test_run_folder_is_private_and_held_by_one(folder):
         rundir.check(deep)
 
 
-def test_folders_of_killed_engines_are_swept(monkeypatch, tmp_path):
+def test_folders_of_killed_engines_are_swept_and_no_others(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    dead, held, young = (rundir.create() for _ in range(3))
+    dead, held, young, used = (rundir.create() for _ in range(4))
+    foreign = tmp_path / "kdtp-notes"  # not of our making, whatever its name
+    foreign.mkdir()
+    for name in ("rpc.ipc", "rank-0.ipc", "engine.json"):
+        (dead / name).touch()
+    (used / "thesis.txt").touch()
     lock = rundir.lock(held)
-    for path in (dead, held):
+    for path in (dead, held, used, foreign):
         os.utime(path, (1, 1))
     fresh = rundir.create()
-    assert sorted(tmp_path.iterdir()) == sorted([held, young, fresh])
+    assert sorted(tmp_path.iterdir()) == sorted([held, young, fresh, used, foreign])
+    assert [path.name for path in used.iterdir()] == ["thesis.txt"]
     os.close(lock)
+
+
+def test_a_folder_of_the_user_keeps_what_is_his(tmp_path):
+    (tmp_path / "thesis.txt").touch()
+    (tmp_path / "rpc.ipc").touch()
+    (tmp_path / "scratch").mkdir()
+    os.close(rundir.lock(tmp_path))
+    rundir.clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

@@ -225,7 +225,7 @@ def test_lint_lets_the_rest_pass() -> None:
     assert not list(unsafe(ast.parse(harmless)))
 
 
-LONG = {"kdtp/types.py": 400}  # the nouns of all processes, in one place
+LONG = {"kdtp/types.py": 420}  # the nouns of all processes, in one place
 
 
 def test_files_are_short() -> None:
