@@ -108,7 +108,7 @@ def make(
     """One call: pages in random order, padding rows behind the others, a max_start too large by spare_start."""
     width = shape.lora + shape.rope
     pages, lines, kv = _cache(rng, shape, seqs)
-    index = _index(seqs, padding)
+    index = tables(seqs, padding)
     rows = len(index["row_seq"])
     q = rng.standard_normal((rows, shape.heads, width))
     q[rows - padding :] = np.nan
@@ -141,9 +141,9 @@ def _cache(rng: np.random.Generator, shape: Shape, seqs: Sequence[Seq]) -> tuple
     return pages, lines, typed(kv, shape.dtype)
 
 
-def _index(seqs: Sequence[Seq], padding: int) -> dict[str, np.ndarray]:
+def tables(seqs: Sequence[Seq], padding: int) -> dict[str, np.ndarray]:
     """What says which row is which; what must not be read of it is -1."""
-    paths = [_path(seq.parents, i) for seq in seqs for i in range(len(seq.parents))]
+    paths = [ancestry(seq.parents, i) for seq in seqs for i in range(len(seq.parents))]
     path = np.full((len(paths) + padding, max(map(len, paths), default=0)), -1, np.int32)
     for row, nodes in zip(path, paths, strict=False):
         row[: len(nodes)] = nodes
@@ -159,7 +159,8 @@ def _index(seqs: Sequence[Seq], padding: int) -> dict[str, np.ndarray]:
     return {name: array.astype(np.int32) for name, array in index.items()}
 
 
-def _path(parents: Sequence[int], node: int) -> list[int]:
+def ancestry(parents: Sequence[int], node: int) -> list[int]:
+    """The node's ancestors from the root on, itself last."""
     path = [node]
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])
@@ -167,7 +168,7 @@ def _path(parents: Sequence[int], node: int) -> list[int]:
 
 
 def _visible(seq: Seq, node: int) -> list[int]:
-    return [*range(seq.start), *(seq.start + i for i in _path(seq.parents, node))]
+    return [*range(seq.start), *(seq.start + i for i in ancestry(seq.parents, node))]
 
 
 def _expected(q: np.ndarray, kv: np.ndarray, keys: Sequence[np.ndarray], scale: float, shape: Shape) -> Output:
