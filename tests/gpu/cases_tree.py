@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -60,17 +61,20 @@ def hazards() -> Iterator[Case]:
     yield hazard("all-zero", [[0.0, -0.0, 0.0]] * 6)
     yield hazard("all-equal", [[-1.0, -1.0, -1.0]] * 6)
     yield hazard("lost-in-rounding", [[-1.0, -1.0, -1.0], [-1e-9, -1e-9, -2e-9], [-1e-8, -6e-8, -7e-8]] * 2)
+    yield hazard("out-of-order", [*deep, [-0.5, -2.0, -1.0], *deep], [*deep, [NAN, NAN, NAN], *deep])
+    yield hazard("out-of-order-over-lanes", [*deep, [-0.5, -1.0, -0.9], *deep], [*deep, [NAN, NAN, NAN], *deep])
     yield hazard("subnormal", [[-1e-45, -1e-44, -1e-40]] * 4)
     yield hazard("chain", [[0.0, -50.0, -51.0]] * 64)
     yield hazard("star", [[-0.01, -0.02, -0.03], *[[-90.0, -91.0, -92.0]] * 9])
     yield hazard("wide-then-deep", [[-1.0] * 64, [0.0] * 64, [0.0] * 64, [-1e-3] * 64])
 
 
-def hazard(name: str, rows: Sequence[Row]) -> Case:
-    """One proposal at several budgets at once."""
+def hazard(name: str, rows: Sequence[Row], means: Sequence[Row] | None = None) -> Case:
+    """One proposal at several budgets at once; `means`: the rows that these count as."""
     budgets = [3, 12, 64, 200, 1024]
-    lp = np.tile(np.array(rows, np.float32), (len(budgets), 1, 1))
-    return build_case(name, lp, budgets, [len(rows)] * len(budgets), 1025)
+    lp, seen = (np.tile(np.array(x, np.float32), (len(budgets), 1, 1)) for x in (rows, means or rows))
+    case = build_case(name, seen, budgets, [len(rows)] * len(budgets), 1025)
+    return replace(case, inputs={**case.inputs, "lp": lp})
 
 
 STYLES = ("sharp", "medium", "flat", "tied", "equal", "masked")

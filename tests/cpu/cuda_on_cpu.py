@@ -1,0 +1,60 @@
+"""Runs kernels from their own source on the CPU, through the same entries: for those that compute with integers, or
+with float32 in one fixed order. tests/cpu/cuda/ has the little of CUDA that they need."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+from kdtp.kernels import abi
+from tests.conftest import ROOT
+from tests.gpu.cases import Case
+
+CSRC = ROOT / "csrc"
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
+SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
+LAUNCH = re.compile(r"([\w:]+)<<<(.*?)>>>\((.*?)\);", re.DOTALL)
+MARGIN = 64  # bytes behind each array that must stay as they are
+
+
+def translate(source: str) -> str:
+    """The two things that are not C++: memory whose size the launch gives, and the launch."""
+    source = SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(cuda_on_cpu::dynamic_shared.get());", source)
+    return LAUNCH.sub(r"cuda_on_cpu::launch(\2, [&] { \1(\3); });", source)
+
+
+class Library:
+    """csrc/ops/`name`.cu, compiled by g++ into `folder`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        for path in CSRC.rglob("*.*"):
+            copy = folder / "csrc" / path.relative_to(CSRC)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(translate(path.read_text()))
+        sources = [folder / "csrc" / "common" / "kdtp.cu", folder / "csrc" / "ops" / f"{name}.cu"]
+        paths = ["-I", ROOT / "tests" / "cpu" / "cuda", "-include", "cuda_runtime.h", "-o", folder / "library.so"]
+        subprocess.run(["g++", *FLAGS, '-DKDTP_PARAMS_SHA256=""', *paths, "-x", "c++", *sources], check=True)
+        self._lib = ctypes.CDLL(str(folder / "library.so"))
+        self._lib.kdtp_error.restype = ctypes.c_char_p
+        self._structs = abi.structs((CSRC / "params.h").read_text())
+
+    def wrong(self, case: Case) -> list[str]:
+        """The outputs that are not as the case has them, bit for bit; ValueError if the kernel refuses it."""
+        before = {name: output.initial for name, output in case.outputs.items()}
+        buffers = {name: buffer(array) for name, array in (dict(case.inputs) | before).items()}
+        arguments = self._structs[case.op](**case.scalars)
+        for name, data in buffers.items():
+            setattr(arguments, name, data.ctypes.data)
+        if getattr(self._lib, f"kdtp_{case.op}")(ctypes.byref(arguments)):
+            raise ValueError(self._lib.kdtp_error().decode())
+        after = dict(case.inputs) | {name: output.expected for name, output in case.outputs.items()}
+        return [name for name, array in after.items() if not np.array_equal(buffers[name], buffer(array))]
+
+
+def buffer(array: np.ndarray) -> np.ndarray:
+    """The array's bytes, and a margin."""
+    return np.frombuffer(array.tobytes() + b"\xff" * MARGIN, np.uint8).copy()
