@@ -16,10 +16,13 @@ import psutil
 import pytest
 
 from kdtp.__main__ import main
+from kdtp.cli.check import check
 from kdtp.cli.flags import add_engine_flags, engine_config
 from kdtp.config import EngineConfig
+from kdtp.engine.api import Completion
 from kdtp.engine.plan import plan
 from kdtp.model.weights import kdtr
+from kdtp.types import Usage
 from tests.conftest import ROOT
 from tests.processes import TINY, V3, kdtp, until
 
@@ -86,6 +89,29 @@ def test_a_wrong_golden_token_is_found(capsys, tmp_path):
     assert "AR != AR again != golden: 23/24" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "count", "golden"),
+    [
+        (["--max-tokens", 30], 30, 24),
+        (["--max-tokens", 7], 7, 7),
+        (["--stop-tokens", GOLDEN.tokens[5]], GOLDEN.tokens.index(GOLDEN.tokens[5]) + 1, None),
+    ],
+)
+def test_how_much_of_the_golden_text_is_compared(capsys, flags, count, golden):
+    code, out = generate(capsys, "--check", *PERFECT, *flags)
+    assert code == 0 and len(out["tokens"]) == count and out["golden_tokens"] == (golden or count)
+    assert main(["generate", "--model", str(TINY), "--check", *map(str, flags)]) == 0
+    name = "golden" if count == out["golden_tokens"] else f"golden[:{golden}]"
+    assert f"AR == AR again == {name}: {count}/{count}, " in capsys.readouterr().out
+
+
+def test_a_text_that_ends_early_is_not_golden():
+    short = Completion(GOLDEN.prompt, GOLDEN.tokens[:5], "length", Usage(), GOLDEN.logits[:5])
+    verdict = check(short, short, GOLDEN)
+    assert verdict.matches_ar and not verdict.holds
+    assert (verdict.equal, verdict.tokens) == (5, 24)
+
+
 def test_a_wrong_weight_shows_in_the_logits(capsys, tmp_path):
     with kdtr.Reader(TINY) as reader:
         norm = np.array(reader.array("layers.2.attn_norm")) * np.float32(1.01)
@@ -148,11 +174,17 @@ def test_bfloat16_runs_and_tree_equals_plain(capsys):
         (["--top-p", 0], ["top_p = 0.0"]),
         (["--max-tokens", 0], ["max_tokens = 0"]),
         (["--prompt-tokens", "1,512"], ["prompt[1] = 512", "[0, 512)"]),
-        (["--prompt-tokens", ""], ["--prompt-tokens"]),
+        (["--prompt-tokens", ""], ["--prompt-tokens = ''", "at least one token id"]),
         (["--prompt-tokens", ",".join(["1"] * 600)], ["600", "512"]),
         (["--prompt-tokens", "1", "--drafter", "oracle"], ["oracle"]),
         (["--stop-tokens", 777], ["stop_tokens[0] = 777"]),
         (["--config", "/nonexistent.toml"], ["/nonexistent.toml"]),
+        (["--oracle-rank", 99], ["--oracle-rank: drafter.rank = 99: must be 1..topk (16)"]),
+        (["--oracle-hit", "0.5,2"], ["--oracle-hit: drafter.hit = (0.5, 2.0)", "probabilities 0..1"]),
+        (["--drafter-seed", 2**63], ["--drafter-seed: drafter.seed = "]),
+        (["--drafter", "magic"], ["--drafter: drafter = 'magic': must be one of none, oracle, ngram"]),
+        (["--max-queue", 0], ["--max-queue: max_queue = 0: must be 1..1048576"]),
+        (["--step-timeout", "nan"], ["--step-timeout: step_timeout = nan"]),
         (["--kv-tokens", 64, "--max-tokens", 200], ["KV pages"]),
     ],
 )
@@ -163,12 +195,26 @@ def test_bad_input_is_one_line(capsys, flags, words):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--budget", "x"], ["--no-such-flag"], ["--prompt-tokens", "1,x"], ["--oracle-hit", ""]]
+    ("flags", "words"),
+    [
+        (["--budget", "x"], "argument --budget: invalid int value: 'x'"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--prompt-tokens", "1,x"], "argument --prompt-tokens: '1,x': must be token ids, such as 5 or 5,6,7"),
+        (["--stop-tokens", ","], "argument --stop-tokens: ',': must be token ids"),
+        (["--oracle-hit", ""], "argument --oracle-hit: '': must be numbers, such as 0.9 or 1,0.8,0.6"),
+    ],
 )
-def test_unreadable_flags(capsys, flags):
+def test_unreadable_flags(capsys, flags, words):
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "--model", str(TINY), *flags])
-    assert flags[0] in capsys.readouterr().err
+    assert words in capsys.readouterr().err
+
+
+def test_a_file_without_a_prompt(capsys, tmp_path):
+    with kdtr.Reader(TINY) as reader:
+        kdtr.write(tmp_path / "m.kdtr", reader.metadata, {})
+    assert main(["generate", "--model", str(tmp_path / "m.kdtr")]) == 2
+    assert "--prompt-tokens: is missing, and the model file has no prompt of its own" in capsys.readouterr().err
 
 
 def test_settings_from_a_file(capsys, tmp_path):
@@ -181,6 +227,25 @@ def test_settings_from_a_file(capsys, tmp_path):
     settings.write_text(f'model = "{TINY}"\n[drafter]\nnmae = "oracle"\n')
     assert main(["generate", "--config", str(settings)]) == 2
     assert "s.toml: drafter: unknown key 'nmae'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("s.toml", 'drafter = "oracle"\n', "drafter = 'oracle': must be a table, with a name and settings"),
+        ("s.toml", "[drafter]\nrank = 17\n", "drafter.rank = 17: must be 1..topk (16)"),
+        ("s.toml", "[drafter]\nrank = 'x'\n", "drafter.rank: Expected `int`, got `str`"),
+        ("s.json", '{"ping_interval": NaN}', "ping_interval = nan: must be 0.001..86400.0"),
+        ("s.json", "[" * 100_000, "recursion"),
+        ("s.json", "[]", "must be a table"),
+        ("s.toml", "tp = ", "at end of document"),
+    ],
+)
+def test_bad_settings_in_a_file(capsys, tmp_path, name, text, complaint):
+    (tmp_path / name).write_text(text)
+    assert main(["generate", "--model", str(TINY), "--config", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{name}: " in error and complaint in error and "$" not in error, error
 
 
 @pytest.mark.timeout(120)
@@ -211,6 +276,44 @@ def test_ctrl_c(tp, after):
     assert time.monotonic() - started < 5.0
     # Python itself ends by the signal when it comes while a module is imported; a shell shows 130 for both.
     assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in error, error
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5)
+
+
+@pytest.mark.parametrize("command", [["inspect", TINY], ["generate", "--model", TINY], ["doctor"], ["--help"]])
+def test_output_that_nobody_reads(command):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "kdtp", *map(str, command)]
+    # Without a buffer argparse hides the error, and the code is 0.
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=buffered, text=True, timeout=60)
+    os.close(writing)
+    assert done.returncode == 141 and "Traceback" not in done.stderr and "Broken" not in done.stderr, done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_a_reader_that_leaves_ends_the_processes_too():
+    command = [
+        sys.executable,
+        "-m",
+        "kdtp",
+        "generate",
+        "--model",
+        TINY,
+        "--tp",
+        2,
+        "--max-tokens",
+        400,
+        "--ignore-eos",
+    ]
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.stdout.close()
+    assert len(family) >= 3 and process.wait(30) == 141
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5)
 
 
