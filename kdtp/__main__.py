@@ -21,11 +21,23 @@ COMMANDS = {
 
 EXIT_INPUT = 2  # bad flag, file or value
 EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141  # as a shell shows for a program that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Bad input is one line on stderr and exit code 2."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run one command. Bad input is one line on stderr and exit code 2; a reader of stdout that leaves is no error."""
+    try:
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends: what is left must have somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+
+
+def _run(given: Sequence[str]) -> int:
     if given[:1] == ["engine"]:
         # A service that is told to end has ended in good order, also when it had only begun to import.
         for number in (signal.SIGTERM, signal.SIGINT):
