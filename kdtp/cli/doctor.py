@@ -1,20 +1,21 @@
-"""`kdtp doctor`: what kdtp finds on this machine, and what is missing."""
+"""`kdtp doctor`: what kdtp finds on this machine, and what is missing.
+
+It answers at once, so it imports little: no torch, and none of dataclasses, platform and importlib.metadata, which
+together take longer than all the looking.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from kdtp.engine import rundir
 from kdtp.version import __version__
@@ -26,8 +27,7 @@ _LEAST_FILES = 1024
 _SMI_PATIENCE = 2.0  # seconds
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line. level: "ok", "warn" (kdtp runs, with less) or "FAIL" (it does not)."""
 
     level: str
@@ -50,7 +50,7 @@ def run(_: argparse.Namespace) -> int:
 
 def findings() -> Iterable[Finding]:
     """Everything there is to say, without importing torch."""
-    yield Finding("ok", "python", f"{platform.python_version()} at {sys.executable}")
+    yield Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")
     yield Finding("ok" if sys.platform == "linux" else "warn", "platform", _platform())
     yield Finding("ok", "kdtp", f"{__version__} in {Path(__file__).parent.parent}")
     yield from _packages()
@@ -64,27 +64,48 @@ def findings() -> Iterable[Finding]:
 
 
 def _platform() -> str:
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    machine = os.uname()
+    system = f"{machine.sysname} {machine.release} {machine.machine}"
     return system if sys.platform == "linux" else f"{system} (kdtp is made for Linux)"
 
 
 def _packages() -> Iterable[Finding]:
     """Installed versions of what kdtp's own package metadata asks for."""
-    try:
-        wanted = [line for line in metadata.requires("kdtp") or [] if "extra ==" not in line]
-    except metadata.PackageNotFoundError:
+    installed = _installed()
+    if "kdtp" not in installed:
         yield Finding("FAIL", "packages", "kdtp is not installed: pip install -c constraints.txt -e .")
         return
-    for line in wanted:
+    about = (installed["kdtp"].record / "METADATA").read_text()
+    for line in re.findall(r"^Requires-Dist: ([^;\n]+)$", about, re.MULTILINE):  # with a ; it is of an extra
         name, least = line.split(">=")
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        if name not in installed:
             yield Finding("FAIL", name, f"not installed; {line} is needed")
             continue
-        level = "ok" if _numbers(found) >= _numbers(least) else "FAIL"
-        build = f", {torch_build()} build" if name == "torch" else ""
-        yield Finding(level, name, f"{found}{build}" if level == "ok" else f"{found}; {line} is needed")
+        found, record = installed[name]
+        if _numbers(found) < _numbers(least):
+            yield Finding("FAIL", name, f"{found}; {line} is needed")
+        else:
+            build = f", {_torch_build(record.parent / 'torch/version.py')} build" if name == "torch" else ""
+            yield Finding("ok", name, found + build)
+
+
+class Package(NamedTuple):
+    """An installed package: its version, and the folder with its METADATA."""
+
+    version: str
+    record: Path
+
+
+def _installed() -> dict[str, Package]:
+    """Every package on sys.path by its normalised name, the first of each."""
+    found: dict[str, Package] = {}
+    for folder in filter(os.path.isdir, sys.path):
+        for entry in os.listdir(folder):
+            stem, suffix = os.path.splitext(entry)
+            name, _, version = stem.partition("-")
+            if suffix in (".dist-info", ".egg-info") and version:
+                found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), Package(version, Path(folder, entry)))
+    return found
 
 
 def _numbers(version: str) -> list[int]:
@@ -93,9 +114,9 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in plain.group().split(".")] if plain else []
 
 
-def torch_build() -> str:
+def _torch_build(version: Path) -> str:
     """ "CPU", "CUDA 13.0" and so on, as torch/version.py says; that file is read and not run."""
-    source = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
+    source = version.read_text()
     for kind, label in (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU")):
         if found := re.search(rf"^{kind}\b.*= '(.+)'$", source, re.MULTILINE):
             return f"{label} {found.group(1)}"
@@ -106,6 +127,8 @@ def _devices() -> Iterable[Finding]:
     if not shutil.which("nvidia-smi"):
         yield Finding("ok", "GPUs", "none (no nvidia-smi); kdtp runs on the CPU")
         return
+    import subprocess  # only where there is something to run
+
     query = ["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_PATIENCE)

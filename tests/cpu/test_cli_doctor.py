@@ -6,6 +6,7 @@ import argparse
 import os
 import resource
 import socket
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_torch_build_is_what_torch_says() -> None:
     import torch
 
     expected = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-    assert torch.version.hip or doctor.torch_build() == expected
+    assert torch.version.hip or doctor._torch_build(Path(torch.__file__).with_name("version.py")) == expected
 
 
 @pytest.mark.parametrize(
@@ -55,37 +56,60 @@ def test_torch_build_is_what_torch_says() -> None:
         ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "CPU"),
     ],
 )
-def test_torch_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, build: str) -> None:
+def test_torch_builds(tmp_path: Path, source: str, build: str) -> None:
+    (tmp_path / "version.py").write_text(source)
+    assert doctor._torch_build(tmp_path / "version.py") == build
+
+
+NEEDS = ("torch>=2.11", "numpy>=1.26", "pyzmq>=26", "msgspec>=0.19", "rich>=13")
+
+
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *records: str) -> None:
+    """Make these the only packages installed."""
+    for record in records:
+        (tmp_path / record).mkdir()
+        lines = ["Metadata-Version: 2.4", "Name: x", *(f"Requires-Dist: {need}" for need in NEEDS)]
+        (tmp_path / record / "METADATA").write_text("\n".join([*lines, 'Requires-Dist: mypy>=1; extra == "dev"', ""]))
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/version.py").write_text(source)
-    (tmp_path / "torch-2.13.0.dist-info").mkdir()
-    found = metadata.PathDistribution(tmp_path / "torch-2.13.0.dist-info")
-    monkeypatch.setattr(metadata, "distribution", lambda _: found)
-    assert doctor.torch_build() == build
+    (tmp_path / "torch/version.py").write_text("cuda: Optional[str] = '13.0'\n")
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path / "none"), str(tmp_path)])
 
 
-def test_missing_and_old_packages_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def version(name: str) -> str:
-        if name == "pyzmq":
-            raise metadata.PackageNotFoundError(name)
-        return {"msgspec": "0.9.9", "rich": "13"}.get(name, "99.1.2+cpu")
-
-    monkeypatch.setattr(metadata, "version", version)
+def test_missing_and_old_packages_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = ("msgspec-0.9.9.dist-info", "numpy-99.1.2+cpu.dist-info", "Rich-13.egg-info", "torch-2.11.0.dist-info")
+    packages(tmp_path, monkeypatch, "kdtp-0.1.0.dist-info", "pyzmq.egg-info", *old)
     assert run() == 1
     found = lines(capsys)
     assert found["pyzmq"] == ("FAIL", "not installed; pyzmq>=26 is needed")
     assert found["msgspec"] == ("FAIL", "0.9.9; msgspec>=0.19 is needed")
     assert found["rich"] == ("ok", "13")
     assert found["numpy"] == ("ok", "99.1.2+cpu")
+    assert found["torch"] == ("ok", "2.11.0, CUDA 13.0 build")
+    assert "mypy" not in found
 
 
-def test_kdtp_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def requires(name: str) -> list[str]:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "requires", requires)
+def test_kdtp_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages(tmp_path, monkeypatch, "numpy-2.0.dist-info")
     assert run() == 1
     assert lines(capsys)["packages"][0] == "FAIL"
+
+
+def test_versions_are_those_of_importlib() -> None:
+    found = doctor._installed()
+    for name in ("kdtp", "torch", "numpy", "pyzmq", "msgspec", "rich"):
+        assert found[name].version == metadata.version(name)
+
+
+def test_little_is_imported() -> None:
+    """Beyond what every interpreter of this environment imports by itself."""
+    show = "import sys; print(*sys.modules); from kdtp.cli import doctor; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    before, after = (set(line.split()) for line in done.stdout.splitlines())
+    assert not {"torch", "numpy", "dataclasses", "platform", "importlib.metadata", "subprocess"} & (after - before)
 
 
 @pytest.mark.parametrize(
