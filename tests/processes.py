@@ -15,10 +15,9 @@ import psutil
 
 from kdtp.engine.rpc import Client, EngineDead
 from kdtp.types import Status
+from tests.paths import REFS, TINY, V3
 
-REFS = Path(__file__).parent / "refs"
-TINY = REFS / "model_tiny.kdtr"
-V3 = REFS / "model_v3.kdtr"
+__all__ = ["REFS", "TINY", "V3", "Running", "collect", "kdtp", "until"]
 
 
 def until(condition: Callable[[], object], seconds: float, what: str = "condition") -> float:

@@ -8,11 +8,18 @@ import torch
 from kdtp.kernels.abi import LIBRARY
 
 
+def missing() -> str | None:
+    """What a GPU test lacks here, or None."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if not LIBRARY.is_file():
+        return "the CUDA kernels are not built: run `kdtp build-kernels`"
+    return None
+
+
 @pytest.fixture(autouse=True)
 def cuda(request: pytest.FixtureRequest) -> torch.device:
     """The GPU that tests run on."""
-    if not torch.cuda.is_available():
-        pytest.skip(f"{request.node.name}: no CUDA device")
-    if not LIBRARY.is_file():
-        pytest.skip(f"{request.node.name}: the CUDA kernels are not built: run `kdtp build-kernels`")
+    if reason := missing():
+        pytest.skip(f"{request.node.name}: {reason}")
     return torch.device("cuda")
