@@ -9,7 +9,7 @@ import numpy as np
 from tests.gpu.cases import BF16, F32, Case, Output, f32, typed
 
 EPS = 1e-5
-TOLERANCE = {F32: (1e-6, 1e-6), BF16: (1e-6, 2.0**-8)}  # one rounding to bfloat16
+TOLERANCE = {F32: (1e-6, 1e-6), BF16: (1e-6, 2.0**-7)}  # an ulp of bfloat16: its rounding may fall either way
 
 
 def cases() -> Iterator[Case]:
