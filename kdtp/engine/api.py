@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kdtp.config import DrafterConfig, EngineConfig
-from kdtp.engine import rundir
+from kdtp.engine.backends import Backend, Closed, Group, InProcess, OnProgress
 from kdtp.engine.plan import Plan, plan
-from kdtp.engine.rpc import Client, EngineBusy, EngineDead, Labelled, Reply
-from kdtp.engine.scheduler import QueueFull, Request
+from kdtp.engine.rpc import EngineBusy, EngineDead, Reply
 from kdtp.types import Failed, Finished, FromEngine, SamplingParams, Tokens, Usage
-
-if TYPE_CHECKING:
-    from kdtp.engine.coordinator import Coordinator
-
-OnProgress = Callable[[int, int], None]
-_END_TIMEOUT = 5.0  # seconds for a group of processes to end; its own bounds are tighter
 
 
 @dataclass(frozen=True)
@@ -39,13 +27,6 @@ class Completion:
     finish_reason: str
     usage: Usage
     logits: NDArray[np.float32] | None = None
-
-
-class _Backend(Protocol):
-    def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int: ...
-    def wait(self, requests: Iterable[int]) -> list[Labelled]: ...
-    def cancel(self, request: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class Engine:
@@ -83,7 +64,7 @@ class Engine:
         self.plan: Plan = plan(config)
         self.config = self.plan.config
         tell = on_progress or (lambda done, total: None)
-        self._backend: _Backend = _InProcess(self.plan, tell) if config.tp == 1 else _Group(self.plan, tell)
+        self._backend: Backend = InProcess(self.plan, tell) if config.tp == 1 else Group(self.plan, tell)
 
     def generate(
         self,
@@ -143,7 +124,7 @@ class Engine:
 
     def close(self) -> None:
         """End the engine and all its processes."""
-        backend, self._backend = self._backend, _Closed()
+        backend, self._backend = self._backend, Closed()
         backend.close()
 
     def __enter__(self) -> Engine:
@@ -170,124 +151,6 @@ def _completion(prompt: Sequence[int], replies: Sequence[Reply]) -> Completion:
     last = replies[-1][0]
     assert isinstance(last, Finished)
     return Completion(tuple(prompt), tuple(tokens), last.reason, last.usage, np.concatenate(rows) if rows else None)
-
-
-class _Closed:
-    """What is behind an Engine after `close`."""
-
-    def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int:
-        raise ValueError("the engine is closed")
-
-    def wait(self, requests: Iterable[int]) -> list[Labelled]:
-        raise ValueError("the engine is closed")
-
-    def cancel(self, request: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _InProcess:
-    """The coordinator and its only rank, in this process and thread: a round runs when somebody waits for events."""
-
-    def __init__(self, plan: Plan, tell: OnProgress) -> None:
-        from kdtp.engine.assemble import assemble, local_link  # torch, only needed here
-
-        self._coordinator: Coordinator
-        self._coordinator, handshake = assemble(plan, [local_link()])
-        while not handshake.advance(0.1):
-            tell(*handshake.loaded)
-        tell(*handshake.loaded)
-        self._events: dict[int, deque[Reply]] = {}
-        self._opened = 0
-
-    def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int:
-        self._opened += 1
-        try:
-            self._coordinator.submit(Request(self._opened, tuple(prompt), params, speculate, want_logits))
-        except QueueFull as error:
-            raise EngineBusy(str(error)) from None
-        self._events[self._opened] = deque()
-        return self._opened
-
-    def wait(self, requests: Iterable[int]) -> list[Labelled]:
-        while True:
-            got = [(r, *reply) for r in sorted(requests) for reply in self._take(r)]
-            if got:
-                return got
-            for event in self._coordinator.step():
-                assert event.message.request is not None
-                self._events[event.message.request].append((event.message, event.logits))
-
-    def _take(self, request: int) -> list[Reply]:
-        replies = list(self._events[request])
-        self._events[request].clear()
-        if replies and not isinstance(replies[-1][0], Tokens):
-            del self._events[request]
-        return replies
-
-    def cancel(self, request: int) -> None:
-        self._events.pop(request, None)
-        self._coordinator.cancel(request)
-
-    def close(self) -> None:
-        self._coordinator.fleet.close()
-
-
-class _Group:
-    """A `kdtp engine` process of our own with its coordinator and workers. It ends when our end of its stdin closes."""
-
-    def __init__(self, plan: Plan, tell: OnProgress) -> None:
-        self._folder = rundir.create()
-        settings = self._folder / rundir.SETTINGS
-        settings.write_text(json.dumps(plan.config.mapping()))
-        command = [sys.executable, "-m", "kdtp", "engine", "--config", str(settings), "--run-dir", str(self._folder)]
-        self._process = subprocess.Popen(
-            [*command, "--end-with-stdin", "--log-level", "warning"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._client = Client(rundir.endpoint(self._folder, "rpc"), self._alive)
-        try:
-            self._wait_until_ready(plan.config.load_timeout, tell)
-        except BaseException:
-            self.close()
-            raise
-
-    def _wait_until_ready(self, seconds: float, tell: OnProgress) -> None:
-        deadline = time.monotonic() + seconds
-        state = "loading"
-        while state == "loading":
-            status = self._client.status(max(0.0, deadline - time.monotonic()))
-            tell(status.load_done, status.load_total)
-            state = status.state
-            time.sleep(0.05)
-
-    def _alive(self) -> None:
-        code = self._process.poll()
-        if code is not None:
-            raise EngineDead(f"the engine's processes ended with code {code}; its log says why")
-
-    def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int:
-        return self._client.submit(prompt, params, speculate, want_logits)
-
-    def wait(self, requests: Iterable[int]) -> list[Labelled]:
-        return self._client.wait(requests)
-
-    def cancel(self, request: int) -> None:
-        self._client.cancel(request)
-        self._client.forget(request)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(_END_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_END_TIMEOUT)
-        self._client.close()
-        rundir.remove(self._folder)
 
 
 def describe(completion: Completion) -> dict[str, Any]:

@@ -52,15 +52,14 @@ def _dtype(op: str, x: torch.Tensor) -> int:
     return DTYPES[x.dtype]
 
 
-def _run(op: str, fields: Fields) -> None:
-    library().call(op, _stream(), **fields)
-
-
-def _run_in_workspace(op: str, fields: Fields, device: torch.device) -> None:
-    """Run an op that needs scratch memory: as much as the library says for these fields."""
-    size = library().workspace(op, library().arguments(op, **fields))
-    space = torch.empty(max(size, 16), dtype=torch.uint8, device=device)
-    library().call(op, _stream(), workspace=space, workspace_bytes=space.numel(), **fields)
+def _run(op: str, fields: Fields, device: torch.device) -> None:
+    """Run an op, with as much scratch memory as the library says, if it wants any."""
+    lib = library()
+    if hasattr(lib.structs[op], "workspace"):
+        size = lib.workspace(op, lib.arguments(op, **fields))
+        space = torch.empty(max(size, 16), dtype=torch.uint8, device=device)
+        fields = fields | {"workspace": space, "workspace_bytes": space.numel()}
+    lib.call(op, _stream(), **fields)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -69,7 +68,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     out = torch.empty_like(x)
     shape: Fields = {"rows": x.shape[0], "width": x.shape[1], "eps": eps, "dtype": _dtype("rms_norm", x)}
     fields: Fields = {"x": x, "residual": residual, "weight": weight, "out": out} | shape
-    _run("rms_norm", fields)
+    _run("rms_norm", fields, x.device)
     return out
 
 
@@ -77,7 +76,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """As kernels.silu_mul."""
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     fields: Fields = {"x": x, "out": out, "rows": x.shape[0], "width": out.shape[1], "dtype": _dtype("silu_mul", x)}
-    _run("silu_mul", fields)
+    _run("silu_mul", fields, x.device)
     return out
 
 
@@ -87,7 +86,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tens
     vocab, width = weight.shape
     shape: Fields = {"rows": ids.shape[0], "vocab": vocab, "width": width, "first": first}
     fields: Fields = {"ids": ids, "weight": weight, "out": out, "dtype": _dtype("embedding", weight)} | shape
-    _run("embedding", fields)
+    _run("embedding", fields, weight.device)
     return out
 
 
@@ -104,7 +103,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, out_f32: bool = False) -> torch.Ten
         "y_stride": w.shape[1],
     }
     fields: Fields = {"x": x, "w": w, "y": y, "out_f32": int(out_f32), "dtype": _dtype("linear", x)} | shape
-    _run_in_workspace("linear", fields, x.device)
+    _run("linear", fields, x.device)
     return y
 
 
@@ -115,7 +114,7 @@ def linear_heads(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = No
     strides: Fields = {"x_row": x.stride(0), "x_head": x.stride(1), "y_row": y.stride(0), "y_head": y.stride(1)}
     shape: Fields = {"rows": x.shape[0], "heads": w.shape[0], "in": w.shape[1], "out": w.shape[2]}
     fields: Fields = {"x": x, "w": w, "y": y, "dtype": _dtype("linear_heads", x)} | shape | strides
-    _run("linear_heads", fields)
+    _run("linear_heads", fields, x.device)
     return y
 
 
@@ -131,7 +130,7 @@ def router(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) ->
     }
     last: Fields = {"norm": int(routing.norm_topk_prob), "scale": routing.scale}
     fields: Fields = {"logits": logits, "bias": bias, "ids": ids, "weights": weights} | shape | rule | last
-    _run("router", fields)
+    _run("router", fields, logits.device)
     return ids, weights
 
 
@@ -145,7 +144,7 @@ def moe(
     shape: Fields = {"rows": x.shape[0], "hidden": x.shape[1], "inter": w_down.shape[1], "experts": w_down.shape[0]}
     tensors: Fields = {"ids": ids, "weights": weights, "w_gate_up": w_gate_up, "w_down": w_down, "out": out}
     fields: Fields = {"x": x, "topk": ids.shape[1], "format": 0, "dtype": _dtype("moe", x)} | shape | tensors
-    _run_in_workspace("moe", fields, x.device)
+    _run("moe", fields, x.device)
     return out
 
 
@@ -167,7 +166,7 @@ def mla_prep(
     tensors: Fields = {"cos": cos, "sin": sin, "kv_rows": kv_rows, "absorbed": absorbed, "kv": kv, "weight": weight}
     strides: Fields = {"q_stride": q.stride(0), "kv_stride": kv_new.stride(0)}
     fields: Fields = {"q": q, "kv_new": kv_new, "eps": eps, "dtype": _dtype("mla_prep", q)} | shape | tensors | strides
-    _run("mla_prep", fields)
+    _run("mla_prep", fields, q.device)
     return absorbed
 
 
@@ -189,7 +188,7 @@ def mla_tree(q: torch.Tensor, kv: torch.Tensor, tables: Tables, scale: float, kv
     names = ("row_seq", "row_depth", "path", "starts", "first_row", "pages")
     where: Fields = {name: getattr(tables, name) for name in names}
     fields: Fields = {"q": q, "kv": kv, "out": out, "scale": scale, "dtype": _dtype("mla_tree", q)} | shape | where
-    _run_in_workspace("mla_tree", fields, q.device)
+    _run("mla_tree", fields, q.device)
     return out
 
 
@@ -204,7 +203,7 @@ def argmax(logits: torch.Tensor, vocab_start: int) -> tuple[torch.Tensor, torch.
         "vocab_start": vocab_start,
     }
     fields: Fields = {"logits": logits, "values": values, "ids": ids} | shape
-    _run("argmax", fields)
+    _run("argmax", fields, logits.device)
     return values, ids
 
 
@@ -215,7 +214,7 @@ def topk_logsumexp(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     ids = torch.empty(logits.shape[0], k, dtype=torch.int64, device=logits.device)
     shape: Fields = {"rows": logits.shape[0], "vocab": logits.shape[1], "stride": logits.stride(0), "k": k}
     fields: Fields = {"logits": logits, "lp": lp, "ids": ids} | shape
-    _run("topk", fields)
+    _run("topk", fields, logits.device)
     return lp, ids
 
 
@@ -225,4 +224,4 @@ def kv_move(kv: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> Non
     layers, rows, width = kv.shape
     shape: Fields = {"layers": layers, "layer_rows": rows, "width": width, "groups": 1, "dtype": _dtype("kv_move", kv)}
     fields: Fields = {"kv": kv, "source": source, "target": target, "offsets": offsets} | shape
-    _run("kv_move", fields)
+    _run("kv_move", fields, kv.device)
