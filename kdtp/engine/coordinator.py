@@ -60,7 +60,7 @@ class Outcome:
 class Coordinator:
     """Requests in, events out; between them numbered steps to the workers.
 
-    Raises EngineFault from `step` and `cancel` when the workers cannot go on; `fail_all` then gives each open request
+    Raises EngineFault from `step` when the workers cannot go on; `fail_all` then gives each open request
     its terminal event.
     """
 

@@ -30,6 +30,7 @@ class Fleet:
         self.desync_checks = 0
         self._step_timeout = step_timeout
         self._seconds_per_row = 0.0
+        self._fault: EngineFault | None = None
         self._local = [link for link in links if isinstance(link, LocalLink)]
         self._remote = [link for link in links if isinstance(link, ZmqLink)]
         self._poller = zmq.Poller()
@@ -42,6 +43,8 @@ class Fleet:
         EngineFault when a rank dies, fails, stays silent past the deadline, or chose other ids than rank 0. Without
         sequences it asks for a sign of life.
         """
+        if self._fault is not None:
+            raise self._fault
         self.step += 1
         rows = sum(len(s.tokens) for s in seqs)
         timeout = max(self._step_timeout, 10 * self._seconds_per_row * rows)
@@ -54,8 +57,14 @@ class Fleet:
         return answers[0][0].ids, answers[0][1]
 
     def commit(self, moves: Sequence[Move], released: Sequence[int]) -> None:
-        """Tell all ranks which rows of the last step to keep and which sequences to forget. Not answered."""
-        self.send(Commit(self.epoch, self.step, tuple(moves), tuple(released)))
+        """Tell all ranks which rows of the last step to keep and which sequences to forget. Not answered.
+
+        A rank that cannot be told is a fault of the next step: what this one gave must still reach its clients.
+        """
+        try:
+            self.send(Commit(self.epoch, self.step, tuple(moves), tuple(released)))
+        except EngineFault as fault:
+            self._fault = fault
 
     def dismiss(self, reason: str) -> None:
         """Tell the ranks to end; one that cannot be reached any more is left to the launcher."""

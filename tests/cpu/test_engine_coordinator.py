@@ -15,7 +15,7 @@ from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import EngineFault, LocalLink
 from kdtp.engine.scheduler import QueueFull, Request
-from kdtp.types import Failed, Finished, Ids, SamplingParams, Tokens
+from kdtp.types import Commit, Failed, Finished, Ids, SamplingParams, Tokens
 from tests.fake_target import VOCAB, FakeWorker, continuation, model
 
 EPOCH = 7
@@ -273,6 +273,25 @@ def test_a_silent_rank_is_named_at_the_deadline():
     coordinator.submit(Request(1, (1,), SamplingParams()))
     with pytest.raises(EngineFault, match=r"step 1 not answered in time by rank 1 .*last answered step 0"):
         coordinator.step()
+
+
+def test_a_rank_lost_at_commit_costs_no_event():
+    coordinator, workers = engine()
+    for i in (1, 2):
+        coordinator.submit(Request(i, (i,), SamplingParams(max_tokens=i)))
+    handle = workers[0].link.handle
+
+    def refuse_commits(message):
+        if isinstance(message, Commit):
+            raise EngineFault("rank 0 cannot be reached")
+        handle(message)
+
+    workers[0].link.handle = refuse_commits
+    messages = [event.message for event in coordinator.step()]
+    assert [m for m in messages if isinstance(m, Finished)] == [m for m in messages if m.request == 1][1:]
+    with pytest.raises(EngineFault, match="rank 0 cannot be reached"):
+        coordinator.step()
+    assert [event.message.request for event in coordinator.fail_all("engine", "gone")] == [2]
 
 
 def test_nan_logits_fail_their_own_request_only():
