@@ -46,6 +46,11 @@ __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// The same before the end of a block whose memory others have read; it orders nothing.
+__device__ __forceinline__ void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // The float at the place of `local` in the shared memory of the cluster's block `rank`.
 __device__ __forceinline__ float cluster_float(const float* local, int rank) {
   float value;

@@ -10,7 +10,8 @@ namespace kdtp {
 
 constexpr int kMoeWarps = 8, kMoeThreads = 32 * kMoeWarps;
 
-// An item, with the pairs of the lane's rows (g of each tile of 8), -1 where there is none.
+// An item, with the pairs of the lane's rows (g of each tile of 8). Behind the last pair the first one stands again: its
+// row is multiplied once more, and thrown away.
 template <int kTiles> struct Item {
   int expert, count, pair[kTiles];
 
@@ -22,24 +23,24 @@ template <int kTiles> struct Item {
     expert = head.x, count = head.y;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      const int column = 8 * n + threadIdx.x % 32 / 4, read = __ldcg(item + kItemHead + column);
-      pair[n] = column < count ? read : -1;
+      const int column = 8 * n + threadIdx.x % 32 / 4;
+      pair[n] = __ldcg(item + kItemHead + (column < count ? column : 0));
     }
   }
 };
 
 // The lane's share of rows of x: 16 bytes of row g of each tile for every 32 inputs.
 template <int kTiles> struct Rows {
-  const __nv_bfloat16* x;  // from input 8 t of the next block
-  int from[kTiles];        // in units of 32 elements; -1: no such row
+  const __nv_bfloat16* x[kTiles];  // input 8 t of the next block
 
   __device__ void load(uint4 (&to)[kTiles], int block, bool present) const {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      to[n] = make_uint4(0, 0, 0, 0);
-      if (from[n] >= 0 && present)
-        to[n] = *reinterpret_cast<const uint4*>(x + (static_cast<int64_t>(from[n]) + block) * kBlock);
-    }
+    for (int n = 0; n < kTiles; ++n) to[n] = load_16(x[n] + block * kBlock, present);
+  }
+
+  __device__ void advance(int blocks) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) x[n] += blocks * kBlock;
   }
 };
 
@@ -86,7 +87,7 @@ template <class Weights, int kTiles> struct Stream {
         fetch(i, i + kAhead, i + kAhead < left);
       }
       w[0].advance(kAhead), w[1].advance(kAhead);
-      rows.x += kAhead * kBlocks * kBlock;
+      rows.advance(kAhead * kBlocks);
     }
   }
 };
@@ -116,10 +117,11 @@ __global__ void __launch_bounds__(kMoeThreads, 2) moe_gate_up_kernel(const Moe p
                                        {p.w_gate_up, p.s_gate_up, row + p.inter, p.hidden, first}}};
     stream.open(last - first);
     next.load(p, (job + gridDim.x) / tiles, job + static_cast<int>(gridDim.x) < jobs);
-    Rows<kTiles> rows = {static_cast<const __nv_bfloat16*>(p.x) + first * Weights::kStep + 8 * t};
+    Rows<kTiles> rows;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
-      rows.from[n] = item.pair[n] < 0 ? -1 : item.pair[n] / p.topk * (p.hidden / kBlock);
+      rows.x[n] = static_cast<const __nv_bfloat16*>(p.x) + static_cast<int64_t>(item.pair[n] / p.topk) * p.hidden +
+                  first * Weights::kStep + 8 * t;
     float sum[2][kTiles][4] = {};
     stream.run(rows, item.count, last - first, sum);
 
@@ -167,9 +169,10 @@ __global__ void __launch_bounds__(kMoeThreads, 2) moe_down_kernel(const Moe p) {
     stream.open(steps);  // they do not depend on the kernel before
     next.load(p, (job + stride) / tiles, job + stride < jobs);
     wait_for_kernel_before();
-    Rows<kTiles> rows = {static_cast<const __nv_bfloat16*>(p.inner) + 8 * t};
+    Rows<kTiles> rows;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) rows.from[n] = item.pair[n] < 0 ? -1 : item.pair[n] * (p.inter / kBlock);
+    for (int n = 0; n < kTiles; ++n)
+      rows.x[n] = static_cast<const __nv_bfloat16*>(p.inner) + static_cast<int64_t>(item.pair[n]) * p.inter + 8 * t;
     float sum[2][kTiles][4] = {};
     stream.run(rows, item.count, steps, sum);
 #pragma unroll
@@ -178,7 +181,7 @@ __global__ void __launch_bounds__(kMoeThreads, 2) moe_down_kernel(const Moe p) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int pair = __shfl_sync(0xffffffffu, item.pair[n], 8 * t + 4 * odd);
-        if (pair < 0) continue;
+        if (8 * n + 2 * t + odd >= item.count) continue;
         float* to = p.parts + static_cast<int64_t>(pair) * p.hidden + column + g;
 #pragma unroll
         for (int m = 0; m < 2; ++m) to[16 * m] = sum[m][n][odd], to[16 * m + 8] = sum[m][n][2 + odd];

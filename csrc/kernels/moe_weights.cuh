@@ -30,9 +30,10 @@ struct DenseWeights {
   // sum += w x for one block of a step, in each tile of 8 rows that has any of the `count`.
   template <int kTiles>
   __device__ static void multiply(const Held& held, int, const uint4 (&x)[kTiles], int count, float (&sum)[kTiles][4]) {
+    const Fragments fragments(held.low, held.high, count >> 31);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
-      if (n == 0 || 8 * n < count) mma_block(sum[n], held.low, held.high, x[n]);
+      if (n == 0 || 8 * n < count) mma_block(sum[n], fragments, x[n]);
   }
 };
 
@@ -42,7 +43,8 @@ __device__ __forceinline__ void dequantise(uint32_t word, uint32_t (&a)[4]) {
   const __nv_bfloat162 offset = __bfloat162bfloat162(__ushort_as_bfloat16(0x4308));  // 136
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const uint32_t bits = (word >> 4 * j & 0x000f000fu) | 0x43004300u;
+    uint32_t bits;  // (word >> 4 * j & 0x000f000f) | 0x43004300, in one instruction beside the shift
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(word >> 4 * j), "r"(0x000f000fu), "r"(0x43004300u));
     const __nv_bfloat162 value = __hsub2(reinterpret_cast<const __nv_bfloat162&>(bits), offset);
     a[j] = reinterpret_cast<const uint32_t&>(value);
   }
@@ -82,8 +84,8 @@ struct Int4Weights {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
       if (n == 0 || 8 * n < count) {
-        float part[4] = {};
-        mma_m16n8k16(part, first, x[n].x, x[n].y);
+        float part[4];
+        mma_m16n8k16_first(part, first, x[n].x, x[n].y);
         mma_m16n8k16(part, second, x[n].z, x[n].w);
         sum[n][0] = fmaf(low, part[0], sum[n][0]);
         sum[n][1] = fmaf(low, part[1], sum[n][1]);
