@@ -7,14 +7,14 @@ All of kdtp.engine.worker is run; only the shard is another. So what a round tak
 
 from __future__ import annotations
 
+import os
 import random
-import sys
 from collections.abc import Sequence
 
 import torch
 
 from kdtp.config import ModelConfig
-from kdtp.engine import worker
+from kdtp.engine import guard, worker
 from kdtp.model.comm import Comm, Solo
 from kdtp.types import SeqRows, depths
 
@@ -78,4 +78,5 @@ class StubShard:
 
 if __name__ == "__main__":
     worker.Shard = StubShard
-    sys.exit(worker.main())
+    guard.end_with_parent(os.getppid())
+    guard.leave(worker.main())
