@@ -17,9 +17,15 @@ TOLERANCE = 1e-4  # logits against the numpy reference; ends of test runs print 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(
-    scope="module", params=[(name, tp) for name in MODELS for tp in (1, 2, 4)], ids=lambda p: f"{p[0]}-tp{p[1]}"
-)
+def setups():
+    """Model and TP; each is set up once, by one pytest-xdist worker."""
+    for name in MODELS:
+        for tp in (1, 2, 4):
+            label = f"{name}-tp{tp}"
+            yield pytest.param((name, tp), id=label, marks=pytest.mark.xdist_group(label))
+
+
+@pytest.fixture(scope="module", params=list(setups()))
 def ranks(request):
     name, tp = request.param
     harness = Harness(MODELS[name], tp)
@@ -106,7 +112,7 @@ def check_batches(ranks: Harness, alone, params, cases: int, seed: int) -> None:
 
 
 def test_random_drafts_and_batches(ranks):
-    cases = {1: 100, 2: 30, 4: 12}[ranks.config.tp]
+    cases = {1: 40, 2: 12, 4: 4}[ranks.config.tp]
     params = greedy(20)
     check_batches(ranks, texts(ranks, 20, params), params, cases, seed=ranks.config.tp)
 
@@ -115,7 +121,7 @@ def test_random_drafts_and_batches(ranks):
     "rule", [{}, {"top_k": 40}, {"top_p": 0.9, "min_p": 0.02}], ids=["plain", "top-k", "top-p min-p"]
 )
 def test_sampled_text_is_the_same_with_any_draft(ranks, rule):
-    cases = {1: 30, 2: 8, 4: 4}[ranks.config.tp]
+    cases = {1: 12, 2: 4, 4: 2}[ranks.config.tp]
     params = SamplingParams(max_tokens=16, temperature=0.9, seed=11, **rule)
     alone = texts(ranks, 16, params)
     assert alone[ranks.plan.golden.prompt].tokens != list(ranks.plan.golden.tokens[:16])
