@@ -8,7 +8,7 @@ namespace kdtp {
 constexpr int kDotOuts = 4, kDotRows = 8, kDotThreadsMost = 256;
 
 // Threads of a block: by the length of the sums alone, for it decides their order.
-inline int dot_threads(int64_t in) { return in >= kDotThreadsMost ? kDotThreadsMost : static_cast<int>((in + 31) / 32 * 32); }
+inline int dot_threads(int in) { return in >= kDotThreadsMost ? kDotThreadsMost : (in + 31) / 32 * 32; }
 
 // The warp's sum of each of 32 values; lane i gets that of value i. In every round a lane gives away half of what it
 // has: 31 exchanges in place of 160. The order is the same for all values. (Rounds by recursion: a loop's arrays would

@@ -1,9 +1,9 @@
 // Products with weights that are streamed from memory to registers once, without a stop in shared memory.
 //
-// The weights are the A side of mma.m16n8k16 (16 outputs), activations the B side (8 rows), for any number of rows: what
-// a row gives cannot depend on its neighbours. A lane has outputs g = lane / 4 and g + 8, and row g; t = lane % 4. The
-// order of inputs within a block of 32 is free as long as both sides agree: lane t takes inputs 8 t .. 8 t + 7, 16 bytes
-// in a row on either side, as its share of two steps of 16 inputs.
+// The weights are the A side of mma.m16n8k16 (16 outputs), activations the B side (8 rows), for any number of rows:
+// what a row gives cannot depend on its neighbours. A lane has outputs g = lane / 4 and g + 8, and row g; t = lane % 4.
+// The order of inputs within a block of 32 is free as long as both sides agree: lane t takes inputs 8 t .. 8 t + 7, 16
+// bytes in a row on either side, as its share of two steps of 16 inputs.
 #pragma once
 #include <cuda_bf16.h>
 

@@ -1,7 +1,7 @@
 // Products of a few rows on tensor cores: bfloat16, `in` a multiple of 32, 16-byte aligned rows.
 //
-// The blocks of a cluster share a tile of outputs and split its inputs; within a block, too, warps may split them. Which
-// inputs go where depends on the matrix alone, and partial sums are added in the order of the inputs.
+// The blocks of a cluster share a tile of outputs and split its inputs; within a block, too, warps may split them.
+// Which inputs go where depends on the matrix alone, and partial sums are added in the order of the inputs.
 #pragma once
 #include "../common/launch.cuh"
 #include "fragments.cuh"
@@ -34,7 +34,7 @@ struct Blocks {
   }
 };
 
-// Copy the next kAhead blocks of every part of `mine`, from their `done`-th on; zeros where there is no row or no block.
+// Copy the next kAhead blocks of every part of `mine`, from their `done`-th on; zeros where no row or block is.
 template <class Tile>
 __device__ __forceinline__ void stage(uint4* to, const __nv_bfloat16* x, int64_t x_row, int rows, Blocks mine,
                                       int done) {
@@ -46,7 +46,8 @@ __device__ __forceinline__ void stage(uint4* to, const __nv_bfloat16* x, int64_t
     const Blocks part = mine.part(unit / (4 * Tile::kAhead), Tile::kParts);
     const int block = part.first + done + unit / 4 % Tile::kAhead;
     const bool present = row < rows && block < part.last;
-    cp_async_16(to + row * Tile::kStride + unit, present ? x + row * x_row + block * kBlock + unit % 4 * 8 : x, present);
+    const __nv_bfloat16* from = present ? x + row * x_row + block * kBlock + unit % 4 * 8 : x;
+    cp_async_16(to + row * Tile::kStride + unit, from, present);
   }
 }
 
@@ -110,14 +111,14 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_mma_kernel(const Lin
     cp_async_wait<0>();
     __syncthreads();  // the rows are there, and nobody reads those before any more
     stage_from(done + kAhead);
-    const uint4* rows = staging + done / kAhead % 2 * (Tile::kStageBytes / 16) + g * Tile::kStride + part * kAhead * 4 + t;
+    const uint4* rows = staging + done / kAhead % 2 * (Tile::kStageBytes / 16) + g * Tile::kStride + t;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (i >= left) break;
       const Fragments fragments(low[i], high[i], p.rows >> 31);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
-        mma_block(sum[n], fragments, rows[8 * n * Tile::kStride + i * 4]);
+        mma_block(sum[n], fragments, rows[8 * n * Tile::kStride + (part * kAhead + i) * 4]);
       fetch(i, i + kAhead);
     }
     w += kAhead * kBlock, left -= kAhead;

@@ -21,13 +21,8 @@ struct Moe {
   void* inner;   // [rows * topk, inter] T: silu(gate) * up
   float* parts;  // [rows * topk, hidden]: what each pair adds, without its weight
   int rows, hidden, inter, experts, topk, tile;
+  int items_most;  // that there can be
 };
-
-// An expert's last item may be short: no more than one such for each expert that is hit.
-inline int items_most(const Moe& p) {
-  const int pairs = p.rows * p.topk, by_expert = p.experts + pairs / p.tile;
-  return pairs < by_expert ? pairs : by_expert;
-}
 
 // The exclusive sum over 1024 threads.
 __device__ __forceinline__ int sum_before(int mine) {
@@ -90,33 +85,38 @@ __global__ void __launch_bounds__(1024, 1) moe_assign_kernel(const Moe p) {
   }
 }
 
-constexpr int kSumThreads = 256, kSumColumns = 4;  // columns of a thread, a block's width apart
+constexpr int kSumThreads = 256, kSumAhead = 8;  // parts that a thread loads at a time
+constexpr int kMoeTopkMost = 64;
 
 // out[r] = sum over k, in order, of weights[r, k] * parts[r, k]. Grid: tiles of columns, rows.
 template <typename T> __global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const Moe p) {
+  __shared__ float weights[kMoeTopkMost];
+  __shared__ bool valid[kMoeTopkMost];
+  const int row = blockIdx.y, column = blockIdx.x * kSumThreads + threadIdx.x;
+  if (threadIdx.x < kMoeTopkMost) {  // ids and weights are older than the kernel before
+    const int pair = row * p.topk + threadIdx.x;
+    const bool is = threadIdx.x < p.topk && static_cast<unsigned>(p.ids[pair]) < p.experts;
+    valid[threadIdx.x] = is;
+    weights[threadIdx.x] = is ? p.weights[pair] : 0.0f;
+  }
+  __syncthreads();
   wait_for_kernel_before();
-  const int row = blockIdx.y, column = blockIdx.x * kSumThreads * kSumColumns + threadIdx.x;
-  float sum[kSumColumns] = {};
-#pragma unroll 4
-  for (int k = 0; k < p.topk; ++k) {
-    const int pair = row * p.topk + k;
-    const bool valid = static_cast<unsigned>(p.ids[pair]) < p.experts;
-    const float weight = valid ? p.weights[pair] : 0.0f;
-    const float* part = p.parts + static_cast<int64_t>(pair) * p.hidden;
+  if (column >= p.hidden) return;
+  const float* part = p.parts + static_cast<int64_t>(row) * p.topk * p.hidden + column;
+  float sum = 0.0f;
+  for (int start = 0; start < p.topk; start += kSumAhead) {
+    float value[kSumAhead];
 #pragma unroll
-    for (int i = 0; i < kSumColumns; ++i) {
-      const int at = column + i * kSumThreads;
-      const float value = valid && at < p.hidden ? part[at] : 0.0f;  // nobody wrote the parts of padding
-      sum[i] = fmaf(weight, value, sum[i]);
+    for (int i = 0; i < kSumAhead; ++i) {
+      const int k = start + i;
+      value[i] = valid[k] ? part[static_cast<int64_t>(k) * p.hidden] : 0.0f;  // nobody wrote the parts of padding
     }
-  }
-  T* out = static_cast<T*>(p.out) + static_cast<int64_t>(row) * p.hidden;
 #pragma unroll
-  for (int i = 0; i < kSumColumns; ++i) {
-    const int at = column + i * kSumThreads;
-    if (at < p.hidden) out[at] = from_float<T>(sum[i]);
+    for (int i = 0; i < kSumAhead; ++i) sum = fmaf(weights[start + i], value[i], sum);
   }
+  static_cast<T*>(p.out)[static_cast<int64_t>(row) * p.hidden + column] = from_float<T>(sum);
 }
+static_assert(kMoeTopkMost % kSumAhead == 0, "the last turn stays in bounds");
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 

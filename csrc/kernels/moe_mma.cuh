@@ -1,7 +1,7 @@
 // Routed experts on tensor cores: 32 outputs at a time stream through a warp, with up to 8 * kTiles rows of an item.
 //
 // Few blocks, each going through many items: the weights of a next item are all that a block waits for. The sum over
-// inputs is split among the warps of a block for gate and up, and not at all for down: by the matrix, never by the rows.
+// inputs is split among the warps of a block for gate and up, and not at all for down: by the matrix, not by the rows.
 #pragma once
 #include "moe.cuh"
 #include "moe_weights.cuh"
@@ -10,21 +10,22 @@ namespace kdtp {
 
 constexpr int kMoeWarps = 8, kMoeThreads = 32 * kMoeWarps;
 
-// An item, with the pairs of the lane's rows (g of each tile of 8). Behind the last pair the first one stands again: its
-// row is multiplied once more, and thrown away.
+// An item, with the pairs of the lane's rows (g of each tile of 8). Behind the last pair the first one stands again:
+// its row is multiplied once more, and thrown away.
 template <int kTiles> struct Item {
   int expert, count, pair[kTiles];
 
-  // Past the L1: the down projection reads items while the kernel that follows their writer still runs.
-  __device__ void load(const Moe& p, int index, bool present) {
-    if (!present) return;
-    const int* item = p.items + static_cast<int64_t>(index) * (kItemHead + 8 * kTiles);
+  // All at once, whether there is such an item or not: one wait for memory. Past the L1: the down projection reads
+  // items while the kernel that follows their writer still runs.
+  __device__ void load(const Moe& p, int index) {
+    const int* item = p.items + static_cast<int64_t>(min(index, p.items_most - 1)) * (kItemHead + 8 * kTiles);
     const int2 head = __ldcg(reinterpret_cast<const int2*>(item));
+    const int g = threadIdx.x % 32 / 4, first = __ldcg(item + kItemHead);
     expert = head.x, count = head.y;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      const int column = 8 * n + threadIdx.x % 32 / 4;
-      pair[n] = __ldcg(item + kItemHead + (column < count ? column : 0));
+      const int read = __ldcg(item + kItemHead + 8 * n + g);
+      pair[n] = 8 * n + g < count ? read : first;
     }
   }
 };
@@ -105,10 +106,10 @@ __global__ void __launch_bounds__(kMoeThreads, 2) moe_gate_up_kernel(const Moe p
   wait_for_kernel_before();
   let_kernel_behind_start();
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const int tiles = p.inter / 16, jobs = *p.count * tiles, steps = p.hidden / Weights::kStep;
+  const int tiles = p.inter / 16, jobs = __ldcg(p.count) * tiles, steps = p.hidden / Weights::kStep;
   const int first = steps * warp / kMoeWarps, last = steps * (warp + 1) / kMoeWarps;
   Item<kTiles> item, next;
-  next.load(p, blockIdx.x / tiles, static_cast<int>(blockIdx.x) < jobs);
+  next.load(p, blockIdx.x / tiles);
   for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
     item = next;
     const int column = job % tiles * 16;
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kMoeThreads, 2) moe_gate_up_kernel(const Moe p
     Stream<Weights, kTiles> stream = {{{p.w_gate_up, p.s_gate_up, row, p.hidden, first},
                                        {p.w_gate_up, p.s_gate_up, row + p.inter, p.hidden, first}}};
     stream.open(last - first);
-    next.load(p, (job + gridDim.x) / tiles, job + static_cast<int>(gridDim.x) < jobs);
+    next.load(p, (job + gridDim.x) / tiles);
     Rows<kTiles> rows;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kMoeThreads, 2) moe_down_kernel(const Moe p) {
   const int tiles = p.hidden / 32, jobs = __ldcg(p.count) * tiles, steps = p.inter / Weights::kStep;
   int job = blockIdx.x * kMoeWarps + threadIdx.x / 32;
   Item<kTiles> item, next;
-  next.load(p, job / tiles, job < jobs);
+  next.load(p, job / tiles);
   for (; job < jobs; job += stride) {
     item = next;
     const int column = job % tiles * 32;
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kMoeThreads, 2) moe_down_kernel(const Moe p) {
     Stream<Weights, kTiles> stream = {
         {{p.w_down, p.s_down, row, p.inter, 0}, {p.w_down, p.s_down, row + 16, p.inter, 0}}};
     stream.open(steps);  // they do not depend on the kernel before
-    next.load(p, (job + stride) / tiles, job + stride < jobs);
+    next.load(p, (job + stride) / tiles);
     wait_for_kernel_before();
     Rows<kTiles> rows;
 #pragma unroll

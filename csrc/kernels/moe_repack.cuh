@@ -1,8 +1,8 @@
 // INT4 experts from the published packing to that of the kernels. One 16-byte load of a lane gives its part of the A
 // fragments of mma.m16n8k16 for 16 outputs and 64 inputs, and the 32 lanes' parts lie side by side.
 //
-// Lane i looks after outputs g = i / 4 and g + 8 and, of every 32 inputs, the eight from t * 8 on, t = i % 4: eight in a
-// row, so that it reads the activations in 16 bytes, too. (A product may take the inputs in any order, if both sides
+// Lane i looks after outputs g = i / 4 and g + 8 and, of every 32 inputs, the eight from t * 8 on, t = i % 4: eight in
+// a row, so that it reads the activations in 16 bytes, too. (A product may take the inputs in any order, if both sides
 // take the same.) Word 2 * b + s holds the fragments of step s (16 inputs) of block b (32 inputs): nibbles j and j + 4
 // are the lower and upper half of register j, which is of output g + 8 * (j % 2) and of inputs
 // 32 b + 8 t + 4 s + 2 * (j / 2) and the next.

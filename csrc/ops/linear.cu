@@ -9,7 +9,8 @@ bool on_tensor_cores(const Linear& p, int64_t dtype) { return dtype == KDTP_BF16
 
 int run_plain(const Linear& p, int64_t dtype, void* stream) {
   kdtp::Launch how;
-  how.grid = dim3((p.out + kdtp::kDotOuts - 1) / kdtp::kDotOuts, (p.rows + kdtp::kDotRows - 1) / kdtp::kDotRows, p.heads);
+  const int out_tiles = (p.out + kdtp::kDotOuts - 1) / kdtp::kDotOuts;
+  how.grid = dim3(out_tiles, (p.rows + kdtp::kDotRows - 1) / kdtp::kDotRows, p.heads);
   how.block = dim3(kdtp::dot_threads(p.in));
   if (dtype == KDTP_F32) return kdtp::launch(kdtp::linear_kernel<float>, how, stream, p);
   return kdtp::launch(kdtp::linear_kernel<__nv_bfloat16>, how, stream, p);
@@ -66,8 +67,8 @@ int check(const char* op, int64_t rows, int64_t heads, int64_t in, int64_t out, 
   KDTP_WANT(in >= 1 && in <= 1 << 20, "%s: in %lld: must be 1..%d", op, (long long)in, 1 << 20);
   KDTP_WANT(out >= 1 && out <= 1 << 20, "%s: out %lld: must be 1..%d", op, (long long)out, 1 << 20);
   KDTP_WANT(heads >= 1 && heads <= 1024, "%s: heads %lld: must be 1..1024", op, (long long)heads);
-  KDTP_WANT(heads * ((out + 127) / 128) <= 65535, "%s: out %lld: must be at most %d with %lld heads", op, (long long)out,
-            (int)(65535 / heads * 128), (long long)heads);
+  KDTP_WANT(heads * ((out + 127) / 128) <= 65535, "%s: out %lld: must be at most %d with %lld heads", op,
+            (long long)out, (int)(65535 / heads * 128), (long long)heads);
   KDTP_WANT(dtype == KDTP_F32 || dtype == KDTP_BF16, "%s: dtype %lld: must be 0 (f32) or 1 (bf16)", op,
             (long long)dtype);
   return 0;

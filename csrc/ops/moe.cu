@@ -10,7 +10,7 @@ namespace {
 using kdtp::Launch;
 using kdtp::Moe;
 
-constexpr int64_t kPairsMost = 1 << 18;
+constexpr int64_t kPairsMost = 1 << 18, kRowsMost = 65535;
 
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -29,7 +29,10 @@ Moe view(const KdtpMoeArgs* a, int64_t* end) {
   p.w_gate_up = a->w_gate_up, p.w_down = a->w_down, p.s_gate_up = a->s_gate_up, p.s_down = a->s_down, p.out = a->out;
   p.rows = a->rows, p.hidden = a->hidden, p.inter = a->inter, p.experts = a->experts, p.topk = a->topk;
   p.tile = tile_of(a);
-  const int64_t pairs = a->rows * a->topk, size = a->dtype == KDTP_F32 ? 4 : 2;
+  const int64_t pairs = a->rows * a->topk;
+  // An expert's last item may be short: no more than one such for each expert that is hit.
+  p.items_most = std::min(pairs, a->experts + pairs / p.tile);
+  const int64_t size = a->dtype == KDTP_F32 ? 4 : 2;
   char* base = static_cast<char*>(a->workspace);
   int64_t at = 0;
   const auto take = [&](int64_t bytes) {
@@ -38,7 +41,7 @@ Moe view(const KdtpMoeArgs* a, int64_t* end) {
     return here;
   };
   p.count = reinterpret_cast<int*>(take(sizeof(int)));
-  p.items = reinterpret_cast<int*>(take(static_cast<int64_t>(items_most(p)) * (kdtp::kItemHead + p.tile) * sizeof(int)));
+  p.items = reinterpret_cast<int*>(take(static_cast<int64_t>(p.items_most) * (kdtp::kItemHead + p.tile) * sizeof(int)));
   p.inner = take(pairs * a->inter * size);
   p.parts = reinterpret_cast<float*>(take(pairs * a->hidden * sizeof(float)));
   *end = at;
@@ -46,9 +49,11 @@ Moe view(const KdtpMoeArgs* a, int64_t* end) {
 }
 
 int check(const KdtpMoeArgs* a) {
-  KDTP_WANT(a->topk >= 1 && a->topk <= 1024, "moe: topk %lld: must be 1..1024", (long long)a->topk);
-  KDTP_WANT(a->rows >= 0 && a->rows <= kPairsMost / a->topk, "moe: rows %lld: must be 0..%lld with topk %lld",
-            (long long)a->rows, (long long)(kPairsMost / a->topk), (long long)a->topk);
+  KDTP_WANT(a->topk >= 1 && a->topk <= kdtp::kMoeTopkMost, "moe: topk %lld: must be 1..%d", (long long)a->topk,
+            kdtp::kMoeTopkMost);
+  const int64_t most = std::min(kRowsMost, kPairsMost / a->topk);
+  KDTP_WANT(a->rows >= 0 && a->rows <= most, "moe: rows %lld: must be 0..%lld with topk %lld", (long long)a->rows,
+            (long long)most, (long long)a->topk);
   KDTP_WANT(a->hidden >= 1 && a->hidden <= 1 << 16, "moe: hidden %lld: must be 1..%d", (long long)a->hidden, 1 << 16);
   KDTP_WANT(a->inter >= 1 && a->inter <= 1 << 16, "moe: inter %lld: must be 1..%d", (long long)a->inter, 1 << 16);
   KDTP_WANT(a->experts >= 1 && a->experts <= kdtp::kMoeExpertsMost, "moe: experts %lld: must be 1..%d",
@@ -74,13 +79,14 @@ int check_memory(const KdtpMoeArgs* a, int64_t bytes) {
   if (!on_tensor_cores(a)) return 0;
   KDTP_WANT((of(a->x) | of(a->w_gate_up) | of(a->w_down)) % 16 == 0,
             "moe: x %p, w_gate_up %p, w_down %p: must be aligned to 16 bytes", a->x, a->w_gate_up, a->w_down);
-  KDTP_WANT(a->format == KDTP_DENSE || (of(a->s_gate_up) | of(a->s_down)) % 8 == 0,
-            "moe: s_gate_up %p, s_down %p: must be aligned to 8 bytes", a->s_gate_up, a->s_down);
+  const bool scales = a->s_gate_up && a->s_down && (of(a->s_gate_up) | of(a->s_down)) % 8 == 0;
+  KDTP_WANT(a->format == KDTP_DENSE || scales,
+            "moe: s_gate_up %p, s_down %p: must be given for INT4 experts, aligned to 8 bytes", a->s_gate_up, a->s_down);
   return 0;
 }
 
 template <typename T> int run_plain(const Moe& p, void* stream) {
-  const unsigned items = items_most(p);
+  const unsigned items = p.items_most;
   Launch gate_up, down;
   gate_up.grid = dim3((p.inter + 1) / 2, items);
   gate_up.block = dim3(kdtp::dot_threads(p.hidden));
@@ -99,7 +105,7 @@ unsigned blocks_for(int64_t jobs) {
 }
 
 template <class Weights, int kTiles> int run_tiles(const Moe& p, void* stream) {
-  const int64_t items = items_most(p);
+  const int64_t items = p.items_most;
   Launch gate_up, down;
   gate_up.grid = dim3(blocks_for(items * (p.inter / 16)));
   down.grid = dim3(blocks_for((items * (p.hidden / 32) + kdtp::kMoeWarps - 1) / kdtp::kMoeWarps));
@@ -116,8 +122,7 @@ template <class Weights> int run_tensor_cores(const Moe& p, void* stream) {
 
 template <typename T> int run_sum(const Moe& p, void* stream) {
   Launch how;
-  const int width = kdtp::kSumThreads * kdtp::kSumColumns;
-  how.grid = dim3((p.hidden + width - 1) / width, p.rows);
+  how.grid = dim3((p.hidden + kdtp::kSumThreads - 1) / kdtp::kSumThreads, p.rows);
   how.block = dim3(kdtp::kSumThreads);
   how.overlap = true;
   return kdtp::launch(kdtp::moe_sum_kernel<T>, how, stream, p);

@@ -104,7 +104,8 @@ def _case(
 
 
 def _normal(rng: np.random.Generator, experts: int, out: int, width: int) -> np.ndarray:
-    return rng.standard_normal((experts, out, width), np.float32) / np.sqrt(width, dtype=np.float32)
+    made: np.ndarray = rng.standard_normal((experts, out, width), np.float32) / np.sqrt(width, dtype=np.float32)
+    return made
 
 
 def _experts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kdtp.kernels.abi import DTYPES, library
+from kdtp.kernels.abi import DTYPES, KernelError, library
 
 SHAPES = ((7168, 2112), (7168, 512), (256, 320), (1024, 1000), (1536, 384), (77, 130))  # in, out
 BATCHES = (2, 7, 8, 9, 16, 31, 33, 64, 65, 200)
@@ -62,3 +62,14 @@ def test_a_row_among_nan(cuda: torch.device) -> None:
     wild = x.clone()
     wild[::2] = torch.tensor([torch.nan, torch.inf], device=cuda).repeat(3584)
     assert torch.equal(linear(wild, w)[1::2], linear(x, w)[1::2])
+
+
+def test_refusals(cuda: torch.device) -> None:
+    """Rows that 16-byte loads cannot read, by name and before anything runs."""
+    x, w = (torch.zeros(3, 321, dtype=torch.bfloat16, device=cuda) for _ in range(2))
+    with pytest.raises(KernelError, match="linear: x strides 321, 0: must be multiples of 8"):
+        linear(x[:, :320], w[:, :320].contiguous())
+    with pytest.raises(KernelError, match="must be aligned to 16 bytes"):
+        linear(torch.zeros(3, 328, dtype=torch.bfloat16, device=cuda)[:, 1:321], w[:, :320].contiguous())
+    with pytest.raises(KernelError, match="linear_heads: heads 1025: must be 1"):
+        linear_heads(torch.zeros(1, 1025, 8, device=cuda), torch.zeros(1025, 8, 8, device=cuda))

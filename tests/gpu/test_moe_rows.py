@@ -2,49 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 
-from kdtp.kernels.abi import DTYPES, library
+from kdtp.kernels.abi import DTYPES, KernelError, library
 
 DENSE, INT4 = 0, 1
 BATCHES = (2, 7, 8, 33, 64, 100, 400)  # with 16 experts and 4 choices, experts have one tile of rows to many
 EXPERTS, TOPK = 16, 4
 
 
-def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: dict[str, torch.Tensor]) -> torch.Tensor:
-    """moe of these rows; `experts` has its matrices, and scales if they are INT4."""
+@dataclass(frozen=True)
+class Experts:
+    """The matrices of all experts, as the kernel has them; with scales they are INT4."""
+
+    inter: int
+    w_gate_up: torch.Tensor
+    w_down: torch.Tensor
+    s_gate_up: torch.Tensor | None = None
+    s_down: torch.Tensor | None = None
+
+
+def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """moe of these rows."""
     out = torch.full_like(x, torch.nan)
-    matrices = {name: experts.get(name) for name in ("w_gate_up", "w_down", "s_gate_up", "s_down")}
-    shape = {"rows": x.shape[0], "hidden": x.shape[1], "inter": int(experts["inter"]), "experts": EXPERTS, "topk": TOPK}
-    shape |= {"format": INT4 if "s_down" in experts else DENSE, "dtype": DTYPES[x.dtype]}
-    struct = library().structs["moe"](**shape)
-    workspace = torch.full((library().workspace("moe", struct),), 0xFF, dtype=torch.uint8, device=x.device)
+    shape = {"rows": x.shape[0], "hidden": x.shape[1], "inter": experts.inter, "experts": EXPERTS, "topk": TOPK}
+    shape |= {"format": DENSE if experts.s_down is None else INT4, "dtype": DTYPES[x.dtype]}
+    size = max(library().workspace("moe", library().structs["moe"](**shape)), 0)  # below 0: the call will be refused
+    workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=x.device)
+    matrices = {name: getattr(experts, name) for name in ("w_gate_up", "w_down", "s_gate_up", "s_down")}
     arrays = {"x": x, "ids": ids, "weights": weights, "out": out, "workspace": workspace}
     stream = torch.cuda.current_stream().cuda_stream
-    library().call("moe", stream, **arrays, **matrices, workspace_bytes=len(workspace), **shape)
+    library().call("moe", stream, **arrays, **matrices, workspace_bytes=size, **shape)
     torch.cuda.synchronize()  # the workspace is in use until then
     return out
 
 
-def dense(random: torch.Generator, hidden: int, inter: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def dense(random: torch.Generator, hidden: int, inter: int, dtype: torch.dtype) -> Experts:
     """Random experts."""
-    shapes = {"w_gate_up": (EXPERTS, 2 * inter, hidden), "w_down": (EXPERTS, hidden, inter)}
-    made = {
-        name: (torch.randn(shape, generator=random, device=random.device) / shape[-1] ** 0.5).to(dtype)
-        for name, shape in shapes.items()
-    }
-    return made | {"inter": torch.tensor(inter)}
+    shapes = ((EXPERTS, 2 * inter, hidden), (EXPERTS, hidden, inter))
+    made = [torch.randn(shape, generator=random, device=random.device) / shape[-1] ** 0.5 for shape in shapes]
+    return Experts(inter, *(matrix.to(dtype) for matrix in made))
 
 
-def packed(random: torch.Generator, hidden: int, inter: int) -> dict[str, torch.Tensor]:
+def packed(random: torch.Generator, hidden: int, inter: int) -> Experts:
     """Random INT4 experts: any words are weights, whatever their packing."""
-    device, made = random.device, {"inter": torch.tensor(inter)}
-    for name, out, width in (("gate_up", 2 * inter, hidden), ("down", hidden, inter)):
-        words = torch.randint(-(2**31), 2**31, (EXPERTS * out * width // 8,), generator=random, device=device)
-        scales = torch.rand(EXPERTS * out * width // 32, generator=random, device=device) / width**0.5
-        made |= {f"w_{name}": words.to(torch.int32), f"s_{name}": scales.to(torch.bfloat16)}
-    return made
+    device = random.device
+    words, scales = [], []
+    for out, width in ((2 * inter, hidden), (hidden, inter)):
+        word = torch.randint(-(2**31), 2**31, (EXPERTS * out * width // 8,), generator=random, device=device)
+        scale = torch.rand(EXPERTS * out * width // 32, generator=random, device=device) / width**0.5
+        words.append(word.to(torch.int32))
+        scales.append(scale.to(torch.bfloat16))
+    return Experts(inter, *words, *scales)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +75,8 @@ def test_moe(cuda: torch.device, kind: str, hidden: int, inter: int) -> None:
     assert alone.isfinite().all() and alone.abs().amax(1).min() > 0
     for batch in BATCHES:
         assert torch.equal(run(x[:batch], ids[:batch], weights[:batch], experts), alone[:batch]), batch
-        turned = [part[-batch:].flip(0).contiguous() for part in (x, ids, weights)]
-        assert torch.equal(run(*turned, experts), alone[-batch:].flip(0)), batch
+        last, their_ids, their_weights = (part[-batch:].flip(0).contiguous() for part in (x, ids, weights))
+        assert torch.equal(run(last, their_ids, their_weights, experts), alone[-batch:].flip(0)), batch
 
 
 def test_all_rows_meet_in_one_expert(cuda: torch.device) -> None:
@@ -77,3 +89,19 @@ def test_all_rows_meet_in_one_expert(cuda: torch.device) -> None:
     together = run(x, ids, weights, experts)
     for i in (0, 1, 7, 8, 15, 16, 131, 299):
         assert torch.equal(run(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], experts)[0], together[i]), i
+
+
+def test_refusals(cuda: torch.device) -> None:
+    """Shapes that INT4 experts cannot have, and what is missing, by name and before anything runs."""
+    random = torch.Generator(cuda).manual_seed(1)
+    x = torch.zeros(1, 320, dtype=torch.bfloat16, device=cuda)
+    ids, weights = torch.zeros(1, TOPK, dtype=torch.int32, device=cuda), torch.ones(1, TOPK, device=cuda)
+    experts = packed(random, 320, 64)
+    for its_x, its_experts, text in (
+        (x[:, :96].contiguous(), experts, "moe: hidden 96: must be a multiple of 64"),
+        (x.float(), experts, "moe: dtype 0: must be 1"),
+        (x, replace(experts, inter=32), "moe: inter 32: must be a multiple of 64"),
+        (x, replace(experts, s_gate_up=None), "must be given for INT4 experts"),
+    ):
+        with pytest.raises(KernelError, match=text):
+            run(its_x, ids, weights, its_experts)
