@@ -9,6 +9,7 @@ import torch
 from kdtp import kernels
 from kdtp.config import ModelConfig
 from kdtp.kernels import Routing
+from kdtp.model.batch import Batch
 from kdtp.model.layers import Mlp
 
 
@@ -39,9 +40,11 @@ class Moe:
     w_down: torch.Tensor
     shared: Mlp | None
 
-    def __call__(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        """x [M', H], of which `count` rows are no padding -> this rank's partial sum [M', H]."""
-        logits = kernels.linear(x.float(), self.w_router)[:count]
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """x [M', H] -> this rank's partial sum [M', H]; no expert is read for padding."""
+        logits = kernels.linear(x.float(), self.w_router)[: len(batch.rows)]
         ids, weights = kernels.router(logits, self.bias, self.routing)
+        if batch.padding is not None:
+            ids.masked_fill_(batch.padding, -1)
         out = kernels.moe(x, ids, weights, self.w_gate_up, self.w_down)
         return out if self.shared is None else out + self.shared(x)

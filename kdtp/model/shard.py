@@ -9,9 +9,11 @@ import torch
 
 from kdtp import kernels
 from kdtp.model import rope
-from kdtp.model.batch import Batch, plan_device, plan_host
+from kdtp.model.batch import Batch, place, plan_host
 from kdtp.model.cache import PagedCache
 from kdtp.model.comm import Comm
+from kdtp.model.graphs import ROWS, Graphs, bucket, usual
+from kdtp.model.indices import Shape, exact, plan_device
 from kdtp.model.layers import Mlp, Norm
 from kdtp.model.mla import Mla, Query
 from kdtp.model.moe import Moe, routing
@@ -37,7 +39,7 @@ class Layer:
         residual, x = self.attn_norm.add(delta, residual)
         delta = self.comm.all_reduce(self.attention(x, batch, kv))
         residual, x = self.mlp_norm.add(delta, residual)
-        delta = self.mlp(x, len(batch.rows)) if isinstance(self.mlp, Moe) else self.mlp(x)
+        delta = self.mlp(x, batch) if isinstance(self.mlp, Moe) else self.mlp(x)
         return self.comm.all_reduce(delta), residual
 
 
@@ -59,6 +61,7 @@ class Shard:
         self._layers = [_layer(weights, comm, i) for i in range(self.config.num_hidden_layers)]
         self._final_norm = Norm(weights.take("final_norm"), self.config.rms_norm_eps)
         self._head = kernels.stored(weights.take("head"))
+        self._graphs: Graphs | None = None
 
     @classmethod
     def load(
@@ -73,19 +76,55 @@ class Shard:
 
         Writes row i of a sequence to its cache row start + i, at position start + depth -> float32 logits
         [R, ceil(V / size)] of the picked rows, this rank's part of the vocabulary, -inf behind its end. A row's
-        logits depend on its own text only, bit for bit. Raises as PagedCache, ValueError for a token id.
+        logits depend on its own text only, bit for bit. Raises as PagedCache, ValueError for a token id, RuntimeError
+        for a sequence that comes twice.
         """
-        self._check_tokens(seqs)
+        self._check(seqs)
         for seq in seqs:
             self.cache.append(seq.seq, seq.new_pages)
-        logits = self._no_logits(sum(seq.pick for seq in seqs))
+        picked = sum(seq.pick for seq in seqs)
+        # The ranks' parts have one width, so that they can be gathered; the last ones may hold less.
+        width = -(-self.config.vocab_size // self.comm.size)
+        logits = torch.full((picked, width), -torch.inf, device=self.device)
         with torch.inference_mode():
-            plan = plan_host if self.device.type == "cpu" else plan_device
-            batch = plan(seqs, self.cache, self._cos, self._sin)
-            hidden = self._hidden(batch)[batch.picked]
-            if len(hidden):
-                logits[:, : self._head.shape[1]] = kernels.linear(self._final_norm(hidden), self._head)
+            found = self._on_cpu(seqs) if self.device.type == "cpu" else self._on_gpu(seqs)
+            logits[:, : found.shape[1]] = found[:picked]
         return logits
+
+    def capture(self, seqs: int, nodes: int) -> None:
+        """From now on, run batches of few rows as CUDA graphs; only on a GPU, and on all ranks or none.
+
+        Captured now: plain decoding of up to `seqs` sequences, and trees of `nodes` nodes; others when first needed.
+        """
+        self._graphs = Graphs(self._run, self._head.new_empty(ROWS[-1], self._head.shape[1]))
+        with torch.inference_mode():
+            for shape in usual(seqs, nodes):
+                self._graphs.capture(shape)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs captured so far."""
+        return 0 if self._graphs is None else len(self._graphs)
+
+    def _on_cpu(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
+        return self._logits(plan_host(seqs, self.cache, self._cos, self._sin))
+
+    def _on_gpu(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
+        shape = bucket(seqs)
+        if self._graphs is not None and shape is not None:
+            return self._graphs.run(shape, plan_device(seqs, self.cache, shape))
+        shape = exact(seqs)
+        return self._run(plan_device(seqs, self.cache, shape).to(self.device, non_blocking=True), shape)
+
+    def _run(self, indices: torch.Tensor, shape: Shape) -> torch.Tensor:
+        return self._logits(place(indices, shape, self._cos, self._sin))
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        """Of the picked rows, [R, n] for the n token ids of this rank."""
+        hidden = self._hidden(batch).index_select(0, batch.picked)
+        if not len(hidden):
+            return hidden.new_empty(0, self._head.shape[1])
+        return kernels.linear(self._final_norm(hidden), self._head)
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         delta = self.comm.all_reduce(kernels.embedding(batch.tokens, self._embed, self.vocab_start))
@@ -93,11 +132,6 @@ class Shard:
         for layer, kv in zip(self._layers, self.cache.kv, strict=True):
             delta, residual = layer(delta, residual, batch, kv)
         return residual + delta
-
-    def _no_logits(self, rows: int) -> torch.Tensor:
-        # The ranks' parts have one width, so that they can be gathered; the last ones may hold less.
-        width = -(-self.config.vocab_size // self.comm.size)
-        return torch.full((rows, width), -torch.inf, device=self.device)
 
     def commit(self, moves: Iterable[Move]) -> None:
         """Make the kept rows of verified trees committed ones."""
@@ -108,7 +142,9 @@ class Shard:
         """Forget sequences and their rows."""
         self.cache.release(seqs)
 
-    def _check_tokens(self, seqs: Sequence[SeqRows]) -> None:
+    def _check(self, seqs: Sequence[SeqRows]) -> None:
+        if len({seq.seq for seq in seqs}) != len(seqs):
+            raise RuntimeError(f"a batch with a sequence twice: {[seq.seq for seq in seqs]}")
         for seq in seqs:
             if max(seq.tokens) >= self.config.vocab_size:
                 raise ValueError(f"sequence {seq.seq}: token {max(seq.tokens)} of {self.config.vocab_size}")

@@ -1,0 +1,92 @@
+"""CUDA graphs of the forward: a launch costs the host more than many a kernel takes, and a replay launches them all.
+
+A graph has fixed shapes, so batches are padded to one of a few. Padding is inert: it writes no KV row, sees none and
+asks no expert. A row's bits do not depend on the others, so a graph gives what the same kernels give one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kdtp.log import logger
+from kdtp.model.indices import Shape, padding
+from kdtp.types import PAGE_ROWS, SeqRows
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # above 8, whole tiles of the kernels
+SHORTEST = 1024  # positions; contexts double from here, as the attention's grid grows with what is possible
+Forward = Callable[[torch.Tensor, Shape], torch.Tensor]  # index buffer on the device -> logits [R, n]
+
+
+def bucket(seqs: Sequence[SeqRows]) -> Shape | None:
+    """The shape whose graph runs a batch; None for one without: too many rows, or none to choose a token at."""
+    rows = sum(len(seq.tokens) for seq in seqs)
+    if rows > ROWS[-1] or not any(seq.pick for seq in seqs):
+        return None
+    return padded(rows, len(seqs), max(seq.start for seq in seqs))
+
+
+def padded(rows: int, seqs: int, start: int) -> Shape:
+    """The smallest shape for at most ROWS[-1] rows of so many sequences, the longest of `start` committed rows."""
+    m = next(size for size in ROWS if size >= rows)
+    context = max(SHORTEST, _power(start))
+    pages = -(-(context + m) // PAGE_ROWS)
+    return Shape(rows=m, seqs=_power(seqs), depth=m, pages=pages, picked=m, max_start=context)
+
+
+def usual(seqs: int, nodes: int) -> list[Shape]:
+    """What up to `seqs` short sequences need: plain decoding, and trees of `nodes` nodes for all."""
+    counts = {min(1 << i, seqs) for i in range(_power(seqs).bit_length())}
+    sizes = {(count * each, count) for count in counts for each in (1, nodes)}
+    return sorted({padded(rows, count, 0) for rows, count in sizes if rows <= ROWS[-1]}, key=lambda s: (s.rows, s.seqs))
+
+
+def _power(least: int) -> int:
+    """The first power of two from `least` on."""
+    return 1 << max(least - 1, 0).bit_length()
+
+
+class Graphs:
+    """A graph of `forward` for each shape, captured when it is first needed or before; all share one pool of memory.
+
+    out [ROWS[-1], n]: where they leave the logits. Ranks must capture and run alike: collectives are part of a graph.
+    """
+
+    def __init__(self, forward: Forward, out: torch.Tensor) -> None:
+        self._forward = forward
+        self._out = out
+        self._stream = torch.cuda.Stream(out.device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[Shape, tuple[torch.Tensor, torch.cuda.CUDAGraph]] = {}
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def run(self, shape: Shape, indices: torch.Tensor) -> torch.Tensor:
+        """Logits [R, n] of a batch planned in that shape (pinned host memory); they stay until the next run."""
+        if shape not in self._captured:
+            self.capture(shape)
+        buffer, graph = self._captured[shape]
+        # The copy ends on its own time; torch gives pinned memory to nobody else before that.
+        buffer.copy_(indices, non_blocking=True)
+        graph.replay()
+        return self._out[: shape.picked]
+
+    def capture(self, shape: Shape) -> None:
+        """Capture the graph of a shape, on a batch of mere padding."""
+        began = time.perf_counter()
+        buffer = padding(shape).to(self._out.device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._forward(buffer, shape)  # what is loaded or set up on first use cannot be while capturing
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            self._out[: shape.picked] = self._forward(buffer, shape)
+        self._captured[shape] = buffer, graph
+        spent = 1000 * (time.perf_counter() - began)
+        logger.info(
+            "graph %d: %d rows, %d sequences, context %d: %.0f ms",
+            len(self), shape.rows, shape.seqs, shape.max_start, spent,
+        )  # fmt: skip
