@@ -58,10 +58,6 @@ class PagedCache:
             raise RuntimeError(f"sequence {seq}: row {count - 1} lies beyond its {len(line)} rows")
         return line[:count]
 
-    def table(self, seq: int) -> torch.Tensor:
-        """The pages of `seq`, in order, int64."""
-        return self._lines[seq][::PAGE_ROWS] // PAGE_ROWS
-
     def move(self, seq: int, start: int, kept: Sequence[int]) -> None:
         """Rows start + kept[k] become rows start + k in all layers; the rows behind them have no content any more."""
         line = self.line(seq, start + kept[-1] + 1)

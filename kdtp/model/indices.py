@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from kdtp.model.cache import PagedCache
@@ -55,22 +57,31 @@ class Indices(NamedTuple, Generic[T]):
 
 def views(buffer: torch.Tensor, shape: Shape) -> Indices[torch.Tensor]:
     """The index tensors in a buffer, int32 [shape.size]."""
+    return _views(buffer, torch.int64, shape)
+
+
+def _views(buffer: Any, int64: Any, shape: Shape) -> Indices[Any]:
     m, b = shape.rows, shape.seqs
-    longs, ints = buffer[: 4 * m].view(torch.int64), buffer[4 * m :]  # first, where they are aligned
-    positions, row_seq, row_depth, path, starts, first_row, pages, picked = torch.split(
-        ints, [m, m, m, m * shape.depth, b, b, b * shape.pages, shape.picked]
-    )
-    path, pages = path.view(m, shape.depth), pages.view(b, shape.pages)
+    longs, ints = buffer[: 4 * m].view(int64), buffer[4 * m :]  # first, where they are aligned
+    sizes = (m, m, m, m * shape.depth, b, b, b * shape.pages, shape.picked)
+    parts = [ints[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    positions, row_seq, row_depth, path, starts, first_row, pages, picked = parts
+    path, pages = path.reshape(m, shape.depth), pages.reshape(b, shape.pages)
     return Indices(longs[:m], longs[m:], positions, row_seq, row_depth, path, starts, first_row, pages, picked)
 
 
-def padding(shape: Shape, pinned: bool = False) -> torch.Tensor:
+def padding(shape: Shape) -> torch.Tensor:
     """A buffer on the host whose rows are all padding."""
+    return _host(shape, pinned=False)[0]
+
+
+def _host(shape: Shape, pinned: bool) -> tuple[torch.Tensor, Indices[Any]]:
+    """Padding, and its index tensors as numpy arrays: an assignment costs a fraction of torch's."""
     buffer = torch.zeros(shape.size, dtype=torch.int32, pin_memory=pinned)
-    made = views(buffer, shape)
-    made.kv_rows.fill_(-1)
-    made.row_seq.fill_(-1)
-    return buffer
+    made = _views(buffer.numpy(), np.int64, shape)
+    made.kv_rows[:] = -1
+    made.row_seq[:] = -1
+    return buffer, made
 
 
 def exact(seqs: Sequence[SeqRows]) -> Shape:
@@ -93,9 +104,7 @@ def plan_device(seqs: Sequence[SeqRows], cache: PagedCache, shape: Shape) -> tor
 
     The sequences' pages are in the cache's tables. RuntimeError for rows beyond a page table.
     """
-    buffer = padding(shape, pinned=cache.kv.is_cuda)
-    # As numpy arrays: an assignment costs a fraction of torch's, and there are ten for each sequence.
-    made: Indices[Any] = Indices._make(tensor.numpy() for tensor in views(buffer, shape))
+    buffer, made = _host(shape, pinned=cache.kv.is_cuda)
     first = picked = 0
     for b, seq in enumerate(seqs):
         last = first + len(seq.tokens)
@@ -108,13 +117,14 @@ def plan_device(seqs: Sequence[SeqRows], cache: PagedCache, shape: Shape) -> tor
 def _fill(made: Indices[Any], b: int, rows: slice, seq: SeqRows, cache: PagedCache) -> None:
     depth = depths(seq.parents)
     made.tokens[rows] = seq.tokens
-    made.kv_rows[rows] = cache.line(seq.seq, seq.start + len(seq.tokens))[seq.start :].numpy()
+    line = cache.line(seq.seq, seq.start + len(depth)).numpy()
+    made.kv_rows[rows] = line[seq.start :]
     made.row_seq[rows] = b
     made.row_depth[rows] = depth
     made.positions[rows] = made.row_depth[rows] + seq.start
     made.starts[b] = seq.start
     made.first_row[b] = rows.start
-    made.pages[b, : _pages(seq)] = cache.table(seq.seq)[: _pages(seq)].numpy()
+    made.pages[b, : _pages(seq)] = line[::PAGE_ROWS] // PAGE_ROWS
     if not _is_chain(depth):
         path = made.path[rows]
         for i, (parent, d) in enumerate(zip(seq.parents, depth, strict=True)):
