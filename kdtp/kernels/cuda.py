@@ -148,6 +148,50 @@ def moe(
     return out
 
 
+def moe_int4(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    s_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    s_down: torch.Tensor,
+) -> torch.Tensor:
+    """As kernels.moe for x bfloat16 [M, H], with INT4 experts as `repack` gives them, gate and up as one matrix."""
+    experts, inter = w_gate_up.shape[0], w_gate_up.shape[1] // 2
+    _int4("moe_int4", w_gate_up, s_gate_up, experts, 2 * inter, x.shape[1])
+    _int4("moe_int4", w_down, s_down, experts, x.shape[1], inter)
+    out = torch.empty_like(x)
+    shape: Fields = {"rows": x.shape[0], "hidden": x.shape[1], "inter": inter, "experts": experts}
+    tensors: Fields = {"w_gate_up": w_gate_up, "s_gate_up": s_gate_up, "w_down": w_down, "s_down": s_down, "out": out}
+    routing: Fields = {"ids": ids, "weights": weights, "topk": ids.shape[1]}
+    fields: Fields = {"x": x, "format": 1, "dtype": _dtype("moe_int4", x)} | shape | tensors | routing
+    _run("moe", fields, x.device)
+    return out
+
+
+def repack(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT4 experts from the published packing to the kernel's own; shapes stay, places within an expert do not.
+
+    packed int32 [E, out, in / 8], lowest bits first; scales bfloat16 [E, out, in / 32].
+    """
+    experts, out, words = packed.shape
+    _int4("repack", packed, scales, experts, out, 8 * words)
+    packed_out, scales_out = torch.empty_like(packed), torch.empty_like(scales)
+    shape: Fields = {"experts": experts, "out": out, "in": 8 * words}
+    tensors: Fields = {"packed": packed, "scales": scales, "packed_out": packed_out, "scales_out": scales_out}
+    _run("moe_repack", tensors | shape, packed.device)
+    return packed_out, scales_out
+
+
+def _int4(op: str, packed: torch.Tensor, scales: torch.Tensor, *shape: int) -> None:
+    experts, out, inputs = shape
+    found = (packed.dtype, tuple(packed.shape), scales.dtype, tuple(scales.shape))
+    want = (torch.int32, (experts, out, inputs // 8), torch.bfloat16, (experts, out, inputs // 32))
+    if found != want or not (packed.is_contiguous() and scales.is_contiguous()):
+        raise KernelError(f"{op}: packed and scales are {found}: must be {want}, contiguous")
+
+
 def mla_prep(
     q: torch.Tensor,
     kv_new: torch.Tensor,
