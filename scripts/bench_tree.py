@@ -30,7 +30,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kdtp.kernels import abi  # noqa: E402
+from scripts.gpu_time import missing  # noqa: E402
 from scripts.measure import machine, repeat, spread, table  # noqa: E402
 from scripts.tree_ways import CANDIDATES, START, Block, Case, OnCpu, OnGpu, by_heap, by_spec  # noqa: E402
 
@@ -117,13 +117,6 @@ def show(result: Mapping[str, Any]) -> str:
     ]
     about = "{gpu}; {cpu}, {cores} cores, load {load}; medians, microseconds".format(**result["machine"])
     return f"{about}\n{table(header, rows)}"
-
-
-def missing() -> str | None:
-    """What this machine lacks."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    return None if abi.LIBRARY.is_file() else "the CUDA kernels are not built: run `kdtp build-kernels`"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
