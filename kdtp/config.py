@@ -247,6 +247,7 @@ class EngineConfig:
     threads: CPU threads per rank; 0 takes one for a small model, else shares the cores among the ranks.
     kv_tokens: rows of KV cache per rank, rounded up to whole pages; 0 takes 8 sequences of the model's longest
     context, at most 65536. max_batch: sequences per forward. prefill_chunk: prompt tokens per sequence and forward.
+    graphs: on a GPU, forwards of few rows are replays of CUDA graphs, of the same bits; of no effect on a CPU.
     max_queue: requests waiting before new ones are refused; at least 1, since each waits for the next step. Times in
     seconds: step_timeout is the least deadline of a forward (10 x its moving average if that is longer), load_timeout
     bounds loading, stall_timeout a load without progress, ping_interval is the pause after which an idle engine asks
@@ -262,6 +263,7 @@ class EngineConfig:
     kv_tokens: Annotated[int, Range(0, 1 << 30)] = 0
     max_batch: Annotated[int, Range(1, 1024)] = 8
     prefill_chunk: Annotated[int, Range(1, 1 << 16)] = 256
+    graphs: bool = True
     max_queue: Annotated[int, Range(1, 1 << 20)] = 256
     step_timeout: Seconds = 10.0
     load_timeout: Seconds = 600.0

@@ -21,6 +21,7 @@ _ENGINE = {
     "kv_tokens": "rows of KV cache per rank (0: automatic)",
     "max_batch": "sequences per forward",
     "prefill_chunk": "prompt tokens per sequence and forward",
+    "graphs": "on a GPU, run decoding and verification as CUDA graphs; a CPU has none",
     "max_queue": "requests that may wait (at least 1: each waits for the next step)",
     "step_timeout": "seconds a forward may take before the engine counts as hung",
     "load_timeout": "seconds loading may take",
@@ -56,16 +57,20 @@ def _add(parser: argparse.ArgumentParser, cls: Any, flags: dict[str, tuple[str, 
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for name, (flag, text) in flags.items():
         default = fields[name].default
-        kind = type(default) if isinstance(default, int | float) else (_floats if isinstance(default, tuple) else str)
         shown = "" if default is dataclasses.MISSING else f" (default {_plain(default)})"
-        dest = f"{title}.{name}"
+        dest, absent = f"{title}.{name}", argparse.SUPPRESS
+        if isinstance(default, bool):
+            either = argparse.BooleanOptionalAction
+            group.add_argument(f"--{flag}", dest=dest, action=either, default=absent, help=text + shown)
+            continue
+        kind = type(default) if isinstance(default, int | float) else (_floats if isinstance(default, tuple) else str)
         mark = flag.rpartition("-")[2].upper()
-        group.add_argument(
-            f"--{flag}", dest=dest, type=kind, default=argparse.SUPPRESS, metavar=mark, help=text + shown
-        )
+        group.add_argument(f"--{flag}", dest=dest, type=kind, default=absent, metavar=mark, help=text + shown)
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

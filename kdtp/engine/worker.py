@@ -114,6 +114,8 @@ class Worker:
         if not config.threads and self._shard.config.hidden_size >= _WIDE:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
         comm.all_reduce(torch.zeros(1, device=device))
+        if device.type == "cuda":
+            _prepare_gpu(self._shard, config)
         self._emit(Ready(self._epoch, self.rank, digest(config), self._shard.model_hash), None)
 
     def fault(self, error: BaseException) -> Fault:
@@ -165,6 +167,21 @@ def _device(kind: str, rank: int) -> torch.device:
         raise ValueError(f"device = {kind!r}: rank {rank} of {torch.cuda.device_count()} GPUs that torch sees")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
+
+
+def _prepare_gpu(shard: Shard, config: EngineConfig) -> None:
+    """Capture graphs, if they are wanted, and say where the memory went."""
+    pages = shard.cache.kv.nbytes
+    weights = torch.cuda.memory_allocated() - pages
+    torch.cuda.empty_cache()  # as a capture does: what loading has left is nobody's
+    before, _ = torch.cuda.mem_get_info()
+    if config.graphs:
+        nodes = 1 if config.drafter.name == "none" else 1 + config.drafter.budget
+        shard.capture(config.max_batch, nodes)
+    free, total = torch.cuda.mem_get_info()
+    sizes = [f"{size / 2**30:.2f} GiB" for size in (weights, pages, before - free, free, total)]
+    text = "GPU memory: weights %s, %d KV pages %s, %d graphs %s; %s of %s are free"
+    logger.info(text, sizes[0], shard.cache.pages, sizes[1], shard.graphs, *sizes[2:])
 
 
 def _positions(seq: SeqRows) -> list[int]:

@@ -1,6 +1,10 @@
-"""Both golden models through the CUDA kernels: all tokens, logits within 5e-5, and a row's bits its own."""
+"""Both golden models through the CUDA kernels, as graphs and one by one: all tokens, logits within 5e-5, and a row's
+bits its own.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +18,19 @@ from tests.paths import TINY, V3
 TOLERANCE = 5e-5
 
 
-@pytest.fixture(scope="module", params=[TINY, V3], ids=lambda path: path.stem)
+WAYS = [(path, graphs) for path in (TINY, V3) for graphs in (True, False)]
+
+
+def way_id(way):
+    return f"{way[0].stem}-{'graphs' if way[1] else 'eager'}"
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=way_id)
 def ranks(request):
+    path, graphs = request.param
     if reason := missing():
-        pytest.skip(f"{request.param.stem}: {reason}")
-    harness = Harness(request.param, device="cuda")
+        pytest.skip(f"{path.stem}: {reason}")
+    harness = Harness(path, device="cuda", graphs=graphs)
     yield harness
     harness.close()
 
@@ -37,6 +49,10 @@ METHODS = {
 }
 
 
+def name_of(ranks):
+    return way_id((Path(ranks.config.model), ranks.config.graphs))
+
+
 def test_every_method_gives_the_golden_tokens(ranks, capsys):
     golden = ranks.plan.golden
     known = {golden.prompt: golden.tokens}
@@ -46,7 +62,7 @@ def test_every_method_gives_the_golden_tokens(ranks, capsys):
         assert done.tokens == list(golden.tokens), method
         difference = np.abs(done.logits - golden.logits).max()
         with capsys.disabled():
-            print(f"{ranks.plan.config.model.rpartition('/')[2]} {method}: max_abs_logit_diff={difference:.3e}")
+            print(f"{name_of(ranks)} {method}: max_abs_logit_diff={difference:.3e}")
         assert difference <= TOLERANCE, (method, difference)
         plain = plain if plain is not None else done.logits
         assert done.logits.tobytes() == plain.tobytes(), method
@@ -80,8 +96,25 @@ def test_sampled_text_is_the_same_with_any_draft(ranks):
 
 
 @pytest.mark.parametrize("path", [TINY, V3], ids=lambda path: path.stem)
-def test_bfloat16_tree_equals_plain_decoding(path, capsys):
-    harness = Harness(path, device="cuda", dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_change_no_bit(path, dtype):
+    done = []
+    for graphs in (True, False):
+        harness = Harness(path, device="cuda", dtype=dtype, graphs=graphs)
+        golden = harness.plan.golden
+        prompts = [golden.prompt, golden.prompt[:3], golden.prompt * 2]
+        known = dict.fromkeys(prompts, golden.tokens)  # mostly wrong
+        done.append(harness.run(prompts, SamplingParams(max_tokens=24), oracle(hit=(0.7,), rank=2), known))
+        harness.close()
+    for graph, eager in zip(*done, strict=True):
+        assert graph.tokens == eager.tokens
+        assert graph.logits.tobytes() == eager.logits.tobytes()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_id)
+def test_bfloat16_tree_equals_plain_decoding(way, capsys):
+    path, graphs = way
+    harness = Harness(path, device="cuda", dtype="bfloat16", graphs=graphs)
     golden = harness.plan.golden
     params = SamplingParams(max_tokens=len(golden.tokens))
     (plain,) = harness.run([golden.prompt], params)
@@ -92,4 +125,4 @@ def test_bfloat16_tree_equals_plain_decoding(path, capsys):
     assert tree.logits.tobytes() == plain.logits.tobytes()
     same = sum(a == b for a, b in zip(plain.tokens, golden.tokens, strict=True))
     with capsys.disabled():
-        print(f"{path.stem} bfloat16: {same}/{len(golden.tokens)} golden tokens")
+        print(f"{way_id(way)} bfloat16: {same}/{len(golden.tokens)} golden tokens")
