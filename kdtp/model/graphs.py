@@ -49,13 +49,13 @@ def _power(least: int) -> int:
 
 
 class Graphs:
-    """A graph of `forward` for each shape, captured when it is first needed or before; all share one pool of memory.
+    """A graph of a forward for each shape, captured when it is first needed or before; all share one pool of memory.
 
     out [ROWS[-1], n]: where they leave the logits. Ranks must capture and run alike: collectives are part of a graph.
+    The forward is given to every call and not kept: a shard that is part of a cycle would keep its weights for long.
     """
 
-    def __init__(self, forward: Forward, out: torch.Tensor) -> None:
-        self._forward = forward
+    def __init__(self, out: torch.Tensor) -> None:
         self._out = out
         self._stream = torch.cuda.Stream(out.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
@@ -64,26 +64,26 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._captured)
 
-    def run(self, shape: Shape, indices: torch.Tensor) -> torch.Tensor:
+    def run(self, forward: Forward, shape: Shape, indices: torch.Tensor) -> torch.Tensor:
         """Logits [R, n] of a batch planned in that shape (pinned host memory); they stay until the next run."""
         if shape not in self._captured:
-            self.capture(shape)
+            self.capture(forward, shape)
         buffer, graph = self._captured[shape]
         # The copy ends on its own time; torch gives pinned memory to nobody else before that.
         buffer.copy_(indices, non_blocking=True)
         graph.replay()
         return self._out[: shape.picked]
 
-    def capture(self, shape: Shape) -> None:
+    def capture(self, forward: Forward, shape: Shape) -> None:
         """Capture the graph of a shape, on a batch of mere padding."""
         began = time.perf_counter()
         buffer = padding(shape).to(self._out.device)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._forward(buffer, shape)  # what is loaded or set up on first use cannot be while capturing
+            forward(buffer, shape)  # what is loaded or set up on first use cannot be while capturing
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            self._out[: shape.picked] = self._forward(buffer, shape)
+            self._out[: shape.picked] = forward(buffer, shape)
         self._captured[shape] = buffer, graph
         spent = 1000 * (time.perf_counter() - began)
         logger.info(

@@ -96,10 +96,10 @@ class Shard:
 
         Captured now: plain decoding of up to `seqs` sequences, and trees of `nodes` nodes; others when first needed.
         """
-        self._graphs = Graphs(self._run, self._head.new_empty(ROWS[-1], self._head.shape[1]))
+        self._graphs = Graphs(self._head.new_empty(ROWS[-1], self._head.shape[1]))
         with torch.inference_mode():
             for shape in usual(seqs, nodes):
-                self._graphs.capture(shape)
+                self._graphs.capture(self._run, shape)
 
     @property
     def graphs(self) -> int:
@@ -112,7 +112,7 @@ class Shard:
     def _on_gpu(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
         shape = bucket(seqs)
         if self._graphs is not None and shape is not None:
-            return self._graphs.run(shape, plan_device(seqs, self.cache, shape))
+            return self._graphs.run(self._run, shape, plan_device(seqs, self.cache, shape))
         shape = exact(seqs)
         return self._run(plan_device(seqs, self.cache, shape).to(self.device, non_blocking=True), shape)
 
