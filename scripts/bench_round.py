@@ -44,14 +44,14 @@ from kdtp.engine.link import Link, ZmqLink  # noqa: E402
 from kdtp.engine.scheduler import Request  # noqa: E402
 from kdtp.spec import pick  # noqa: E402
 from kdtp.types import Forward, ToWorker  # noqa: E402
-from scripts.measure import Spread, machine, repeat, spread, table  # noqa: E402
+from scripts.measure import Spread, figure, machine, repeat, spread, spreads, table  # noqa: E402
 from scripts.stub_rank import LENGTH, MODEL, TOGETHER, VOCAB, StubShard, text  # noqa: E402
 
 LOCAL = 0  # "worker processes" of a rank in this process
 PROMPT = 256
 PLACES = {LOCAL: "in-process", 1: "1 worker", 2: "2 workers", 4: "4 workers"}
 PARTS = ("nodes", "bytes", "draft", "build", "encode", "decode", "pick", "accept", "commit", "other")
-BY_PLACE = ("send", "wait", "round")
+BY_PLACE = ("send", "wait", "round", "cpu")
 STAGES = ("draft", "build", "verify", "accept", "commit")
 
 
@@ -127,13 +127,13 @@ class Track:
 
     def _round(self) -> dict[str, float]:
         before = dict(self._requests[0].seconds)
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.thread_time()
         self._coordinator.step()
-        total = time.perf_counter() - started
+        total, cpu = time.perf_counter() - started, time.thread_time() - cpu_started
         spent = {stage: seconds - before[stage] for stage, seconds in self._requests[0].seconds.items()}
         spent["other"] = total - sum(spent.values())
         spent["send"], spent["wait"] = self._fleet.sending, spent.pop("verify") - self._fleet.sending
-        return {**spent, "round": total}
+        return {**spent, "round": total, "cpu": cpu}
 
     def _measure_message(self, message: Forward) -> None:
         """Its size, what it costs to write and to read, and what it costs a worker to choose for its rows."""
@@ -225,20 +225,16 @@ def measure(scope: Scope) -> dict[str, Any]:
         "unit": "microseconds",
         "rounds": [_case(case, bench.tracks[case]) for case in bench.tracks],
         "wire": {PLACES[place]: spread(samples) for place, samples in bench.wire.items()},
-        "tiny_model": {f"tp {tp}": _spreads(samples) for tp, samples in tiny_model(scope).items()},
+        "tiny_model": {f"tp {tp}": spreads(samples) for tp, samples in tiny_model(scope).items()},
     }
 
 
 def _case(case: Case, tracks: Mapping[int, Track]) -> dict[str, Any]:
     pooled = {part: [x for track in tracks.values() for x in track.samples[part]] for part in PARTS}
     places = {
-        PLACES[place]: _spreads({part: track.samples[part] for part in BY_PLACE}) for place, track in tracks.items()
+        PLACES[place]: spreads({part: track.samples[part] for part in BY_PLACE}) for place, track in tracks.items()
     }
-    return {**dataclasses.asdict(case), "parts": _spreads(pooled), "places": places}
-
-
-def _spreads(samples: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
-    return {name: spread(values) for name, values in samples.items()}
+    return {**dataclasses.asdict(case), "parts": spreads(pooled), "places": places}
 
 
 def show(result: Mapping[str, Any]) -> str:
@@ -255,22 +251,22 @@ def show(result: Mapping[str, Any]) -> str:
         (
             "The round: median (10th-90th percentile)",
             (*case, "n", *wire),
-            [[*name, r[0]["round"]["n"], *(_figure(p["round"]) for p in r)] for name, _, r in named],
+            [[*name, r[0]["round"]["n"], *(figure(p["round"]) for p in r)] for name, _, r in named],
         ),
         (
-            "Of it the verify stage: median to send, median to wait for all answers",
+            "Of it: median to send + to wait for all answers (median processor time of the coordinator's thread)",
             (*case, *wire),
-            [[*name, *(f"{p['send']['median']:.0f} + {p['wait']['median']:.0f}" for p in r)] for name, _, r in named],
+            [[*name, *map(_verify, r)] for name, _, r in named],
         ),
         (
             "The wire: a round trip without sequences",
             ("place", "n", "time"),
-            [[place, s["n"], _figure(s)] for place, s in wire.items()],
+            [[place, s["n"], figure(s)] for place, s in wire.items()],
         ),
         (
             "The tiny model, real: stages of a round of its golden run",
             ("ranks", "n", *STAGES),
-            [[tp, s["draft"]["n"], *(_figure(s[stage]) for stage in STAGES)] for tp, s in tiny.items()],
+            [[tp, s["draft"]["n"], *(figure(s[stage]) for stage in STAGES)] for tp, s in tiny.items()],
         ),
     ]
     texts = ["{cpu}, {cores} cores, load {load}; microseconds".format(**result["machine"])]
@@ -281,8 +277,9 @@ def _name(case: Mapping[str, Any]) -> list[Any]:
     return [case["drafter"] + (" together" if case["together"] else ""), case["batch"], case["budget"]]
 
 
-def _figure(s: Spread) -> str:
-    return f"{s['median']:.0f} ({s['p10']:.0f}-{s['p90']:.0f})"
+def _verify(place: Mapping[str, Spread]) -> str:
+    send, wait, cpu = (f"{place[part]['median']:.0f}" for part in ("send", "wait", "cpu"))
+    return f"{send} + {wait} ({cpu})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

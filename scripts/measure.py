@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,16 @@ def spread(samples: Sequence[float]) -> Spread:
     """Number of samples, median, 10th and 90th percentile."""
     low, median, high = np.percentile(samples, (10, 50, 90)).tolist()
     return {"n": len(samples), "median": median, "p10": low, "p90": high}
+
+
+def spreads(samples: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
+    """The spread of each of several figures."""
+    return {name: spread(values) for name, values in samples.items()}
+
+
+def figure(s: Spread) -> str:
+    """Median (10th-90th percentile)."""
+    return f"{s['median']:.0f} ({s['p10']:.0f}-{s['p90']:.0f})"
 
 
 def repeat(call: Callable[[], object], times: int) -> list[float]:

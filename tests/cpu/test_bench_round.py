@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from scripts.bench_round import PARTS, STAGES, show
+from scripts.bench_round import BY_PLACE, PARTS, STAGES, show
 from tests.conftest import ROOT
 
 SPREAD = {"n", "median", "p10", "p90"}
@@ -44,7 +44,7 @@ def test_every_case_has_every_part_on_every_place(result):
     for r in result["rounds"]:
         assert set(r["parts"]) == set(PARTS)
         assert list(r["places"]) == list(result["wire"]) == ["in-process", "1 worker"]
-        assert all(set(place) == {"send", "wait", "round"} for place in r["places"].values())
+        assert all(set(place) == set(BY_PLACE) for place in r["places"].values())
         # 2 visits of 2 rounds, and of what both places have in common twice as many.
         assert {place["round"]["n"] for place in r["places"].values()} == {4} and r["parts"]["build"]["n"] == 8
     assert set(result["tiny_model"]["tp 1"]) == set(STAGES)
