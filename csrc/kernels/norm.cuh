@@ -1,41 +1,88 @@
-// RMS norm, with or without the residual sum before it: one block per row.
+// RMS norm, with or without the residual sum before it: one block per row, which stays in registers between the sum of
+// squares and the division.
 #pragma once
 #include "../common/kdtp.cuh"
+#include "../common/pack.cuh"
 
 namespace kdtp {
 
-constexpr int kNormThreads = 256;
+constexpr int kNormThreadsMost = 1024;
 constexpr int kNormWidthMost = 16384;
 
-// Each thread keeps its share of the row in registers between the two passes.
-template <typename T, int kShare>
-__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const T* __restrict__ x, T* residual,
-                                                               const float* __restrict__ weight, T* __restrict__ out,
-                                                               int width, float eps) {
-  __shared__ float scratch[kNormThreads / 32];
+// Elements that a thread takes side by side: 16 bytes of T. Who adds what is the same with and without wide accesses.
+template <typename T> constexpr int kNormPack = 16 / sizeof(T);
+
+template <typename T, bool kWide> __device__ __forceinline__ Pack<T, kNormPack<T>> load_pack(const T* from, int left) {
+  using P = Pack<T, kNormPack<T>>;
+  if constexpr (kWide) return *reinterpret_cast<const P*>(from);
+  P pack;
+#pragma unroll
+  for (int j = 0; j < kNormPack<T>; ++j) pack.at[j] = j < left ? from[j] : from_float<T>(0.0f);
+  return pack;
+}
+
+template <typename T, bool kWide>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T, kNormPack<T>>& pack, int left) {
+  if constexpr (kWide) {
+    *reinterpret_cast<Pack<T, kNormPack<T>>*>(to) = pack;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kNormPack<T>; ++j)
+    if (j < left) to[j] = pack.at[j];
+}
+
+// Sum over the block: within each warp, then over the warps' sums in the first one; the order is that of the block's
+// size. Every thread gets the sum.
+__device__ __forceinline__ float row_sum(float x, float* scratch) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  if (lane == 0) scratch[warp] = x;
+  __syncthreads();
+  float total = lane < static_cast<int>(blockDim.x >> 5) ? scratch[lane] : 0.0f;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) total += __shfl_xor_sync(0xffffffffu, total, offset);
+  return total;
+}
+
+template <typename T, int kPacks, bool kWide>
+__global__ void __launch_bounds__(kNormThreadsMost)
+    rms_norm_kernel(const T* __restrict__ x, T* residual, const float* __restrict__ weight, T* __restrict__ out, int width,
+                    float eps) {
+  constexpr int kPack = kNormPack<T>;
+  __shared__ float scratch[kNormThreadsMost / 32];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * width;
-  float held[kShare];
+  float held[kPacks][kPack];
   float square = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kShare; ++i) {
-    const int column = threadIdx.x + i * kNormThreads;
+  for (int i = 0; i < kPacks; ++i) {
+    const int column = (threadIdx.x + i * blockDim.x) * kPack;
     if (column >= width) break;
-    float value = to_float(x[row + column]);
+    Pack<T, kPack> pack = load_pack<T, kWide>(x + row + column, width - column);
     if (residual != nullptr) {
+      const Pack<T, kPack> before = load_pack<T, kWide>(residual + row + column, width - column);
       // Rounded to T before it is normed: the next layer adds to exactly this.
-      const T sum = from_float<T>(value + to_float(residual[row + column]));
-      residual[row + column] = sum;
-      value = to_float(sum);
-    }
-    held[i] = value;
-    square += value * value;
-  }
-  const float root = sqrtf(block_sum(square, scratch) / width + eps);
 #pragma unroll
-  for (int i = 0; i < kShare; ++i) {
-    const int column = threadIdx.x + i * kNormThreads;
+      for (int j = 0; j < kPack; ++j) pack.at[j] = from_float<T>(to_float(pack.at[j]) + to_float(before.at[j]));
+      store_pack<T, kWide>(residual + row + column, pack, width - column);
+    }
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      held[i][j] = to_float(pack.at[j]);
+      square += held[i][j] * held[i][j];
+    }
+  }
+  const float root = sqrtf(row_sum(square, scratch) / width + eps);
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    const int column = (threadIdx.x + i * blockDim.x) * kPack;
     if (column >= width) break;
-    out[row + column] = from_float<T>(held[i] / root * weight[column]);
+    Pack<T, kPack> pack;
+#pragma unroll
+    for (int j = 0; j < kPack; ++j)
+      pack.at[j] = from_float<T>(column + j < width ? held[i][j] / root * weight[column + j] : 0.0f);
+    store_pack<T, kWide>(out + row + column, pack, width - column);
   }
 }
 
