@@ -102,7 +102,7 @@ def check_batches(ranks: Harness, alone, params, cases: int, seed: int) -> None:
             hit=tuple(rng.random() ** 0.5 for _ in range(3)), rank=rng.randint(1, 4), seed=case,
         )  # fmt: skip
         done = ranks.run(
-            prompts, params, drafter, known, prefill_chunk=rng.choice([5, 32, 256]), max_batch=rng.randint(1, 8)
+            prompts, params, drafter, known, prefill_chunk=rng.choice([16, 64, 256]), max_batch=rng.randint(1, 8)
         )
         for prompt, got in zip(prompts, done, strict=True):
             assert got.tokens == alone[prompt].tokens, (drafter, prompt)
@@ -112,19 +112,19 @@ def check_batches(ranks: Harness, alone, params, cases: int, seed: int) -> None:
 
 
 def test_random_drafts_and_batches(ranks):
-    cases = {1: 40, 2: 12, 4: 4}[ranks.config.tp]
-    params = greedy(20)
-    check_batches(ranks, texts(ranks, 20, params), params, cases, seed=ranks.config.tp)
+    cases = {1: 30, 2: 8, 4: 3}[ranks.config.tp]
+    params = greedy(14)
+    check_batches(ranks, texts(ranks, 14, params), params, cases, seed=ranks.config.tp)
 
 
 @pytest.mark.parametrize(
     "rule", [{}, {"top_k": 40}, {"top_p": 0.9, "min_p": 0.02}], ids=["plain", "top-k", "top-p min-p"]
 )
 def test_sampled_text_is_the_same_with_any_draft(ranks, rule):
-    cases = {1: 12, 2: 4, 4: 2}[ranks.config.tp]
-    params = SamplingParams(max_tokens=16, temperature=0.9, seed=11, **rule)
-    alone = texts(ranks, 16, params)
-    assert alone[ranks.plan.golden.prompt].tokens != list(ranks.plan.golden.tokens[:16])
+    cases = {1: 8, 2: 3, 4: 2}[ranks.config.tp]
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=11, **rule)
+    alone = texts(ranks, 12, params)
+    assert alone[ranks.plan.golden.prompt].tokens != list(ranks.plan.golden.tokens[:12])
     check_batches(ranks, alone, params, cases, seed=5)
 
 
