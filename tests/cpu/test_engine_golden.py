@@ -77,7 +77,7 @@ def test_budget_zero_is_plain_decoding_with_as_many_forwards(ranks):
     assert runs[0].logits.tobytes() == runs[1].logits.tobytes()
 
 
-def texts(ranks: Harness, count: int, params, vary: int = 8):
+def texts(ranks: Harness, params, vary: int = 8):
     """Plain continuations of several prompts, each run alone."""
     rng = random.Random(3)
     golden = ranks.plan.golden
@@ -114,7 +114,7 @@ def check_batches(ranks: Harness, alone, params, cases: int, seed: int) -> None:
 def test_random_drafts_and_batches(ranks):
     cases = {1: 30, 2: 8, 4: 3}[ranks.config.tp]
     params = greedy(14)
-    check_batches(ranks, texts(ranks, 14, params), params, cases, seed=ranks.config.tp)
+    check_batches(ranks, texts(ranks, params), params, cases, seed=ranks.config.tp)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_random_drafts_and_batches(ranks):
 def test_sampled_text_is_the_same_with_any_draft(ranks, rule):
     cases = {1: 8, 2: 3, 4: 2}[ranks.config.tp]
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=11, **rule)
-    alone = texts(ranks, 12, params)
+    alone = texts(ranks, params)
     assert alone[ranks.plan.golden.prompt].tokens != list(ranks.plan.golden.tokens[:12])
     check_batches(ranks, alone, params, cases, seed=5)
 
