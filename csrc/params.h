@@ -103,6 +103,7 @@ typedef struct KdtpMlaTreeArgs {
                           // Fixed by the engine, never by the batch
   int64_t workspace_bytes;
   double scale;
+  int64_t portable;       // 1: the form for every GPU, even where there is a faster one; it gives the same bits
   int64_t dtype;
   void* stream;
 } KdtpMlaTreeArgs;

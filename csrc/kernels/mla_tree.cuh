@@ -6,6 +6,7 @@
 // thread block did it, so a tree node gets, bit for bit, what decoding the same text gives it.
 #pragma once
 #include "../common/kdtp.cuh"
+#include "../common/launch.cuh"
 #include "../common/mma.cuh"
 
 namespace kdtp::mla {
@@ -112,6 +113,7 @@ __device__ __forceinline__ float fold(Fold weights, float total, float next) {
 }
 
 constexpr int kMergeThreads = 128;
+constexpr int kMergeBatch = 16;
 
 // One warp: the weights of folding states 1 .. count - 1 into state 0, in order. The running maximum is a prefix
 // maximum, which is exact in any order, so that all weights are made at once.
@@ -144,6 +146,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int column = blockIdx.y * kMergeThreads + threadIdx.x;
   const Row row = row_of(batch, blockIdx.x / batch.heads);
   if (row.padding) {
+    wait_for_kernel_before();
     if (column < lora) out[place * lora + column] = from_float<T>(0.0f);
     return;
   }
@@ -151,16 +154,24 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int begin = batch.folded && row.shared == 0 ? 1 : 0;
   const int count = (batch.folded ? last + 1 - row.shared + 1 : last + 1) - begin;
   const int64_t stride = static_cast<int64_t>(batch.rows) * batch.heads;
+  wait_for_kernel_before();  // which read what is read above, too
   if (threadIdx.x < 32) merge_weights(states.sums + begin * stride + place, stride, count, merge_shared);
   __syncthreads();
   if (column >= lora) return;
-  const float* next = states.outs + (begin * stride + place) * lora + column;
-  float total = next[0], l = merge_shared[0].z;
-#pragma unroll 16
-  for (int i = 1; i < count; ++i) {
-    const float4 w = merge_shared[i];
-    total = fold({w.x, w.y}, total, next[i * stride * lora]);
-    l = fold({w.x, w.y}, l, w.z);
+  const float* states_of = states.outs + (begin * stride + place) * lora + column;
+  float total = states_of[0], l = merge_shared[0].z;
+#pragma unroll 1
+  for (int first = 1; first < count; first += kMergeBatch) {
+    float next[kMergeBatch];  // loaded together: one latency for all of them
+#pragma unroll
+    for (int i = 0; i < kMergeBatch; ++i) next[i] = first + i < count ? states_of[(first + i) * stride * lora] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kMergeBatch; ++i) {
+      if (first + i >= count) break;
+      const float4 w = merge_shared[first + i];
+      total = fold({w.x, w.y}, total, next[i]);
+      l = fold({w.x, w.y}, l, w.z);
+    }
   }
   out[place * lora + column] = from_float<T>(__fdiv_rn(total, l));
 }

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "../kernels/mla_tree_mma.cuh"
 #include "../kernels/mla_tree_simt.cuh"
 
@@ -5,9 +7,8 @@ namespace {
 
 using namespace kdtp::mla;
 
-constexpr int kMost = 4;           // groups of 8 heads that a thread block works on
-constexpr int kStages = 2;         // blocks of keys in shared memory
 constexpr int kFoldedFrom = 256;   // groups that fill the device without a thread block for each split
+constexpr int kSlotsMost = 3072;   // weights of a merge in 48 KB of shared memory
 
 #define KDTP_RANGE(field, low, high)                                                                  \
   KDTP_WANT(a->field >= low && a->field <= high, "mla_tree: " #field " %lld: must be %lld..%lld",     \
@@ -24,6 +25,7 @@ int refuse_illegal(const KdtpMlaTreeArgs* a) {
   KDTP_RANGE(max_start, 0, 1 << 24);
   KDTP_RANGE(split, kPage, 65536);
   KDTP_WANT((a->split & (a->split - 1)) == 0, "mla_tree: split %lld: must be a power of two", (long long)a->split);
+  KDTP_RANGE(portable, 0, 1);
   KDTP_RANGE(dtype, KDTP_F32, KDTP_BF16);
   return 0;
 }
@@ -63,54 +65,67 @@ int64_t workspace_of(const Batch& b, const KdtpMlaTreeArgs* a) {
   return reinterpret_cast<int64_t>(none.outs) + slots_of(b, a) * a->rows * a->heads * a->lora * 4;
 }
 
-Problem problem_of(const KdtpMlaTreeArgs* a, int most) {
+Problem problem_of(const KdtpMlaTreeArgs* a) {
   const Batch b = batch_of(a);
   Problem p{b, States(a->workspace, slots_of(b, a), a->rows, a->heads)};
   p.q = static_cast<const __nv_bfloat16*>(a->q);
   p.kv = static_cast<const __nv_bfloat16*>(a->kv);
   p.scale = static_cast<float>(a->scale * 1.4426950408889634);
   p.octets = (b.heads + 7) / 8;
-  const int groups = b.rows * p.octets;
-  p.open_items = b.rows * ((p.octets + most - 1) / most);
-  p.tiles = most == 1 ? groups : (groups + most - 1) / most + b.seqs;
-  p.shared_splits = b.splits.of(a->max_start + a->rows);
+  p.open_items = b.rows * ((p.octets + kGroupsMost - 1) / kGroupsMost);
   return p;
 }
 
-template <class S, int kMostHere> int attend(const KdtpMlaTreeArgs* a) {
-  constexpr int kBytes = sizeof(Shared<S, kMostHere, kStages>);
-  static_assert(kBytes <= kSharedMost, "sm_120");
-  const Problem p = problem_of(a, kMostHere);
-  const auto kernel = attend_kernel<S, kMostHere, kStages>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
-  const int items = p.open_items + p.tiles * (p.batch.folded ? 1 : p.shared_splits);
-  kernel<<<items, kThreads, kBytes, kdtp::stream_of(a->stream)>>>(p);
-  return kdtp::launched();
+// Work items at most; the device counts them itself, by the starts that it finds.
+int items_of(const Problem& p, const KdtpMlaTreeArgs* a) {
+  const int tiles = even_tiles(p.batch.rows * p.octets) + p.batch.seqs;
+  return p.open_items + tiles * (p.batch.folded ? 1 : p.batch.splits.of(a->max_start + a->rows));
+}
+
+int attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&value, which, device);
+  return value;
+}
+
+template <class S, int kStages> int attend(const KdtpMlaTreeArgs* a) {
+  const Problem p = problem_of(a);
+  kdtp::Launch how;
+  how.grid = dim3(std::min(items_of(p, a), attribute(cudaDevAttrMultiProcessorCount)));
+  how.block = dim3(kThreads);
+  how.shared = sizeof(Shared<S, kStages>);
+  how.overlap = true;
+  return kdtp::launch(attend_kernel<S, kStages>, how, a->stream, p);
 }
 
 int merge(const KdtpMlaTreeArgs* a) {
   const Batch b = batch_of(a);
   const int64_t slots = slots_of(b, a);
-  const dim3 grid(a->rows * a->heads, (a->lora + kMergeThreads - 1) / kMergeThreads);
-  const States states(a->workspace, slots, a->rows, a->heads);
-  merge_kernel<__nv_bfloat16><<<grid, kMergeThreads, slots * sizeof(float4), kdtp::stream_of(a->stream)>>>(
-      b, states, static_cast<__nv_bfloat16*>(a->out), static_cast<int>(a->lora));
-  return kdtp::launched();
+  kdtp::Launch how;
+  how.grid = dim3(a->rows * a->heads, (a->lora + kMergeThreads - 1) / kMergeThreads);
+  how.block = dim3(kMergeThreads);
+  how.shared = slots * sizeof(float4);
+  how.overlap = true;
+  return kdtp::launch(merge_kernel<__nv_bfloat16>, how, a->stream, b, States(a->workspace, slots, a->rows, a->heads),
+                      static_cast<__nv_bfloat16*>(a->out), static_cast<int>(a->lora));
 }
 
+// More stages than two only hide more latency: what is computed is the same.
 template <class S> int tensor_cores(const KdtpMlaTreeArgs* a) {
+  constexpr int kPortable = 2, kMany = 5;
+  static_assert(sizeof(Shared<S, kPortable>) <= kdtp::kSharedMost, "sm_120");
   const int64_t need = workspace_of(batch_of(a), a), slots = slots_of(batch_of(a), a);
+  const uintptr_t pointers = reinterpret_cast<uintptr_t>(a->workspace) | reinterpret_cast<uintptr_t>(a->q) |
+                             reinterpret_cast<uintptr_t>(a->kv);
   KDTP_WANT(a->workspace_bytes >= need, "mla_tree: workspace_bytes %lld: must be at least %lld",
             (long long)a->workspace_bytes, (long long)need);
-  KDTP_WANT(slots <= 3072, "mla_tree: split %lld: must be larger for max_start %lld", (long long)a->split,
+  KDTP_WANT(slots <= kSlotsMost, "mla_tree: split %lld: must be larger for max_start %lld", (long long)a->split,
             (long long)a->max_start);
-  KDTP_WANT(reinterpret_cast<uintptr_t>(a->workspace) % 16 == 0, "mla_tree: workspace: must be aligned to 16 bytes");
-  KDTP_WANT(reinterpret_cast<uintptr_t>(a->q) % 16 == 0, "mla_tree: q: must be aligned to 16 bytes");
-  KDTP_WANT(reinterpret_cast<uintptr_t>(a->kv) % 16 == 0, "mla_tree: kv: must be aligned to 16 bytes");
-  // Where no two groups can meet, code for one at a time takes half the registers.
-  const bool alone = a->rows * ((a->heads + 7) / 8) <= 1;
-  const int code = alone ? attend<S, 1>(a) : attend<S, kMost>(a);
+  KDTP_WANT(pointers % 16 == 0, "mla_tree: workspace %p, q %p, kv %p: must be aligned to 16 bytes", a->workspace, a->q,
+            a->kv);
+  const bool many = !a->portable && attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= sizeof(Shared<S, kMany>);
+  const int code = many ? attend<S, kMany>(a) : attend<S, kPortable>(a);
   return code ? code : merge(a);
 }
 

@@ -69,7 +69,9 @@ def _starts(rng: np.random.Generator, dtype: int) -> Iterator[Case]:
         split = (64, 128, 512)[i % 3]
         for name, parents in (("one", one()), ("chain", chain(9)), ("star", star(6)), ("tree", tree(rng, 16))):
             yield make(rng, f"{name}{start}", Shape(4, 64, 16, dtype), [Seq(start, parents)], split)
-        yield make(rng, f"k26-tree{start}", Shape(8, 512, 64, dtype), [Seq(start, tree(rng, 7))], split)
+        for portable in (0, 1):
+            name = f"k26-{'portable' if portable else 'tree'}{start}"
+            yield make(rng, name, Shape(8, 512, 64, dtype), [Seq(start, tree(rng, 7))], split, portable=portable)
 
 
 def _shapes(rng: np.random.Generator, dtype: int) -> Iterator[Case]:
@@ -104,6 +106,7 @@ def make(
     split: int,
     padding: int = 0,
     spare_start: int = 0,
+    portable: int = 0,
 ) -> Case:
     """One call: pages in random order, padding rows behind the others, a max_start too large by spare_start."""
     width = shape.lora + shape.rope
@@ -116,6 +119,7 @@ def make(
     inputs = {"q": typed(q, shape.dtype), "kv": kv, "pages": pages, **index}
     scalars = {"rows": rows, "seqs": len(seqs), "heads": shape.heads, "lora": shape.lora, "rope": shape.rope}
     scalars |= {"max_depth": index["path"].shape[1], "max_pages": pages.shape[1], "split": split, "scale": scale}
+    scalars |= {"portable": portable}
     scalars |= {"max_start": max((seq.start for seq in seqs), default=0) + spare_start, "dtype": shape.dtype}
     keys = [lines[b][_visible(seq, i)] for b, seq in enumerate(seqs) for i in range(len(seq.parents))]
     out = _expected(f32(inputs["q"]), f32(kv), keys, scale, shape)

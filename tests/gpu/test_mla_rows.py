@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdtp.kernels import cuda
+from kdtp.kernels.abi import library
 from kdtp.types import PAGE_ROWS
 from tests.gpu.cases_mla import BF16, F32, Seq, Shape, ancestry, chain, one, tables, tree
 
@@ -48,7 +48,17 @@ def chained(whole: Text, node: int) -> Text:
     return Text(Seq(start, chain(len(path))), whole.q[path], whole.kv[rows])
 
 
-def attend(rng: np.random.Generator, shape: Shape, texts: Sequence[Text], padding: int = 0) -> list[torch.Tensor]:
+@dataclass(frozen=True)
+class Way:
+    """How it is computed, as far as the caller says."""
+
+    split: int = 512
+    portable: int = 0
+
+
+def attend(
+    rng: np.random.Generator, shape: Shape, texts: Sequence[Text], padding: int = 0, way: Way = Way()
+) -> list[torch.Tensor]:
     """What one call gives the rows of each text; pages in random order, NaN wherever nothing is stored."""
     counts = [-(-len(each.kv) // PAGE_ROWS) for each in texts]
     order = rng.permutation(sum(counts))
@@ -59,13 +69,26 @@ def attend(rng: np.random.Generator, shape: Shape, texts: Sequence[Text], paddin
         line = (pages[b, :count, None] * PAGE_ROWS + np.arange(PAGE_ROWS)).ravel()[: len(each.kv)]
         kv[torch.from_numpy(line)] = each.kv
     index = {name: torch.from_numpy(x).to(DEVICE) for name, x in tables([t.seq for t in texts], padding).items()}
-    where = cuda.Tables(**index, pages=torch.from_numpy(pages).to(DEVICE), max_start=max(t.seq.start for t in texts))
     empty = torch.full((padding, *texts[0].q.shape[1:]), torch.nan, dtype=kv.dtype)
-    q = torch.cat([*(each.q for each in texts), empty]).to(DEVICE)
-    scale = 2.0 / kv.shape[1] ** 0.5
-    out = cuda.mla_tree(q, kv.to(DEVICE), where, scale, shape.lora).cpu()
+    tensors = index | {"q": torch.cat([*(each.q for each in texts), empty]).to(DEVICE), "kv": kv.to(DEVICE)}
+    tensors["pages"] = torch.from_numpy(pages).to(DEVICE)
+    out = launch(tensors, shape, max(each.seq.start for each in texts), way).cpu()
     assert not out.isnan().any() and not out[len(out) - padding :].any()
     return list(out[: len(out) - padding].split([len(t.q) for t in texts]))
+
+
+def launch(tensors: dict[str, torch.Tensor], shape: Shape, max_start: int, way: Way) -> torch.Tensor:
+    """One call of the library."""
+    sizes: dict[str, int | float] = {"rows": len(tensors["q"]), "seqs": len(tensors["starts"]), "max_start": max_start}
+    sizes |= {"max_depth": tensors["path"].shape[1], "max_pages": tensors["pages"].shape[1], "dtype": shape.dtype}
+    sizes |= {"heads": shape.heads, "lora": shape.lora, "rope": shape.rope, "split": way.split}
+    sizes |= {"portable": way.portable, "scale": 2.0 / (shape.lora + shape.rope) ** 0.5}
+    out = torch.full((len(tensors["q"]), shape.heads, shape.lora), torch.nan, dtype=tensors["q"].dtype, device=DEVICE)
+    size = library().workspace("mla_tree", library().arguments("mla_tree", **sizes))
+    space = torch.full((size + 16,), 255, dtype=torch.uint8, device=DEVICE)
+    stream = torch.cuda.current_stream().cuda_stream
+    library().call("mla_tree", stream, workspace=space, workspace_bytes=size, out=out, **tensors, **sizes)
+    return out
 
 
 SHAPES = (
@@ -81,15 +104,17 @@ SHAPES = (
 
 @pytest.mark.parametrize("start", [0, 60, 64, 125, 700, 2045])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_tree_is_decoding(shape: Shape, start: int) -> None:
+@pytest.mark.parametrize("split", [64, 512])
+def test_tree_is_decoding(shape: Shape, start: int, split: int) -> None:
     rng = np.random.default_rng(start)
     whole = text(rng, shape, start, tree(rng, 13))
-    [out] = attend(rng, shape, [whole])
+    way = Way(split)
+    [out] = attend(rng, shape, [whole], way=way)
     for node in range(13):
-        [alone] = attend(rng, shape, [decoded(whole, node)])
+        [alone] = attend(rng, shape, [decoded(whole, node)], way=way)
         assert torch.equal(out[node], alone[0]), f"node {node}: decoded"
     for node in (7, 12):
-        [path] = attend(rng, shape, [chained(whole, node)])
+        [path] = attend(rng, shape, [chained(whole, node)], way=way)
         assert torch.equal(out[node], path[-1]), f"node {node}: chained"
 
 
@@ -111,3 +136,12 @@ def test_prefill_is_decoding(shape: Shape) -> None:
     for node in (0, 1, 55, 56, 57, 183, 184, 299):
         [alone] = attend(rng, shape, [decoded(whole, node)])
         assert torch.equal(out[node], alone[0]), f"row {node}"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_portable_form_gives_the_same(shape: Shape) -> None:
+    rng = np.random.default_rng(3)
+    texts = [text(rng, shape, start, tree(rng, 9)) for start in (0, 200, 1500)]
+    here = attend(rng, shape, texts)
+    there = attend(rng, shape, texts, way=Way(portable=1))
+    assert all(map(torch.equal, here, there))

@@ -1,0 +1,67 @@
+// Copies that run on their own and the barriers in shared memory that count them (mbarrier): sm_90 and after it.
+#pragma once
+#include <stdint.h>
+
+#include "mma.cuh"
+
+namespace kdtp {
+
+using Barrier = uint64_t;
+
+// A phase ends after `arrivals` arrivals and once all bytes that are expected have come.
+__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// Behind the last barrier_init, in the thread that did it, before the block's __syncthreads().
+__device__ __forceinline__ void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// What this thread did before is seen by those who see the phase end.
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// Until the phase of this parity has ended; phases are 0, 1, 0, .. and one before the first counts as ended.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// `bytes` from global to shared memory, counted by the barrier; addresses and bytes are multiples of 16.
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, Barrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+// Orders this thread's ordinary accesses to shared memory before copies that start after it.
+__device__ __forceinline__ void fence_before_copy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A barrier of `threads` threads of the block, whole warps; `id` 1..15, 0 is that of __syncthreads().
+__device__ __forceinline__ void group_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// One place after the other of a ring of barriers, and the parity of the phase it is in; one register.
+template <int kPlaces> class Ring {
+ public:
+  __device__ int at() const { return turn_ < kPlaces ? turn_ : turn_ - kPlaces; }
+  __device__ unsigned parity() const { return turn_ < kPlaces ? 0u : 1u; }
+  __device__ void next() { turn_ = turn_ + 1 == 2 * kPlaces ? 0 : turn_ + 1; }
+
+ private:
+  int turn_ = 0;
+};
+
+}  // namespace kdtp
