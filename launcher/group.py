@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 LEAD = -1  # "rank" of the lead
 _TELL = 1.5  # seconds for the lead to tell its clients after a rank has ended
 _LEAVE = 1.5  # seconds for the others to end by themselves after an orderly end or a signal
-_DUMP = 0.5  # seconds for stacks to be written before SIGKILL
+_DUMP = 0.8  # seconds for all stacks to be written before SIGKILL
 _LOOPBACK = "127.0.0.1"
 
 
@@ -112,10 +112,13 @@ class Group:
     def _dump(self) -> None:
         """Say what ended first, and let those still there write their stacks to the log."""
         self._say(f"failed: {self._ends[0]}")
-        # A stopped process is woken after that, so that the first thing it does is to say where it was.
-        for number in (signal.SIGUSR1, signal.SIGCONT):
-            self._signal_all(sorted(self._pids), number)
-        self._wait(_DUMP, lambda: not self._pids)
+        # One after the other, for they share the log. A stopped process is woken after it has been asked, so that the
+        # first thing it does is to say where it was.
+        ranks = sorted(self._pids)
+        for rank in ranks:
+            self._signal_all([rank], signal.SIGUSR1)
+            self._signal_all([rank], signal.SIGCONT)
+            self._wait(min(0.2, _DUMP / len(ranks)), lambda: not self._pids)
 
     def _lead_code(self) -> int | None:
         return next((end.code for end in self._ends if end.rank == LEAD), None)
