@@ -15,8 +15,8 @@ constexpr int kBlock = 32;  // keys of one softmax update; part of the arithmeti
 constexpr int kGroupsMost = 4;
 constexpr int kColumnsMost = 8 * kGroupsMost;
 constexpr int kJobs = 2;      // a job is found while the one before it is done
-constexpr int kScorers = 4;   // warps: scores and softmax
-constexpr int kWeighers = 8;  // warps: weighted sums
+constexpr int kScorers = 4;   // warps: scores, a quarter of the inner dimension each
+constexpr int kWeighers = 8;  // warps: softmax and weighted sums, an eighth of the columns and of the latent each
 constexpr int kThreads = 32 * (kScorers + kWeighers + 1);
 
 template <int kLora_, int kRope_> struct Shape {
@@ -35,18 +35,18 @@ struct Problem {
   States states;
   const __nv_bfloat16* q;
   const __nv_bfloat16* kv;
-  float scale;        // times log2(e)
-  int octets;         // groups of 8 heads in a row, the last maybe not full
-  int open_items;     // work items for what is not shared; behind them those for tiles
+  float scale;     // times log2(e)
+  int octets;      // groups of 8 heads in a row, the last maybe not full
+  int open_items;  // work items for what is not shared; behind them those for tiles
 };
 
 // The splits from position `begin` on up to `end`, for up to kGroupsMost groups.
 struct Job {
   int begin;
   int end;
-  int slot;    // of the first split's state; the others follow, unless they are folded
-  int folded;  // all states are folded into that slot
-  int groups;  // 0: there are no more jobs
+  int slot;                  // of the first split's state; the others follow, unless they are folded
+  int folded;                // all states are folded into that slot
+  int groups;                // 0: there are no more jobs
   int places[kColumnsMost];  // row * heads + head of each column, -1 for a column that is none
 };
 
@@ -55,30 +55,26 @@ constexpr int kProbStride = kBlock + 8;  // bfloat16; eight rows of ldmatrix lie
 
 template <class S, int kStages> struct Shared {
   Barrier full[kStages], empty[kStages];  // of keys
-  Barrier probs_full[2], probs_empty[2];
+  Barrier parts_full, parts_empty;
   Barrier job_full[kJobs], job_empty[kJobs];
   Job jobs[kJobs];
   alignas(16) __nv_bfloat16 keys[kStages][kBlock * S::kStride];
-  alignas(16) float parts[kScorers][kColumnsMost * kPartStride];  // scores by column and key, to be summed
+  alignas(16) float parts[kScorers][kColumnsMost * kPartStride];  // of the scores, by column and key
   alignas(16) __nv_bfloat16 probs[2][kColumnsMost * kProbStride];
   alignas(16) float scales[2][kColumnsMost];  // what each column's O is multiplied with before the block is added
-  alignas(16) Fold folds[2][kColumnsMost];
+  alignas(16) Fold folds[kColumnsMost];
 };
 
-// Where in the rings a consumer is; it sees every block of keys once.
+// Where a consumer is: it sees every block of keys once.
 template <int kStages> struct Cursor {
   Ring<kStages> keys;
-  Ring<2> probs;
+  unsigned block = 0;
 
   __device__ void next() {
     keys.next();
-    probs.next();
+    ++block;
   }
 };
-
-__device__ __forceinline__ int split_end(const Problem& p, int position) {
-  return p.batch.splits.begin(p.batch.splits.of(position) + 1);
-}
 
 __device__ __forceinline__ int64_t state_of(const Problem& p, int slot, int place) {
   return static_cast<int64_t>(slot) * p.batch.rows * p.batch.heads + place;

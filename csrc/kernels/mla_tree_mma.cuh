@@ -2,8 +2,8 @@
 //
 // Keys are on the 16-side of the product and query columns on the 8-side: S^T = K Q^T, O^T = V^T P^T. A column is one
 // head of one row; a row's 8 heads fill the 8-side, so that a single row wastes nothing, and no column's arithmetic
-// depends on what other columns are there, or whether there are any. Scores of a block are made while the block before
-// it is weighed: other warps do it, and all wait for each other's data only.
+// depends on what other columns are there, or whether there are any. Other warps make the scores of a block while the
+// one before it is weighed, and another fetches keys ahead of them all: they wait for each other's data only.
 #pragma once
 #include "mla_tree_score.cuh"
 #include "mla_tree_weigh.cuh"
@@ -30,10 +30,8 @@ template <class S, int kStages> __device__ __forceinline__ void init_barriers(Sh
     barrier_init(&shared.full[i], 1);
     barrier_init(&shared.empty[i], kScorers + kWeighers);
   }
-  for (int i = 0; i < 2; ++i) {
-    barrier_init(&shared.probs_full[i], kScorers);
-    barrier_init(&shared.probs_empty[i], kWeighers);
-  }
+  barrier_init(&shared.parts_full, kScorers);
+  barrier_init(&shared.parts_empty, kWeighers);
   for (int i = 0; i < kJobs; ++i) {
     barrier_init(&shared.job_full[i], 1);
     barrier_init(&shared.job_empty[i], kScorers + kWeighers);

@@ -7,8 +7,8 @@ namespace {
 
 using namespace kdtp::mla;
 
-constexpr int kFoldedFrom = 256;   // groups that fill the device without a thread block for each split
-constexpr int kSlotsMost = 3072;   // weights of a merge in 48 KB of shared memory
+constexpr int kFoldedFrom = 256;  // groups that fill the device without a thread block for each split
+constexpr int kSlotsMost = 3072;  // weights of a merge in 48 KB of shared memory
 
 #define KDTP_RANGE(field, low, high)                                                                  \
   KDTP_WANT(a->field >= low && a->field <= high, "mla_tree: " #field " %lld: must be %lld..%lld",     \
@@ -30,6 +30,8 @@ int refuse_illegal(const KdtpMlaTreeArgs* a) {
   return 0;
 }
 
+// Shapes that the tensor-core kernel is compiled for: DeepSeek-V3's and Kimi K2's, and the golden models'. The others
+// take the plain kernel, in bfloat16 too.
 bool has_tensor_cores(const KdtpMlaTreeArgs* a) {
   const bool shape = (a->lora == 512 && a->rope == 64) || (a->lora == 64 && a->rope == 16);
   return a->dtype == KDTP_BF16 && shape;
