@@ -250,8 +250,8 @@ def test_bad_settings_in_a_file(capsys, tmp_path, name, text, complaint):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("after", [1.0, 9.0])
-def test_ctrl_c(tp, after):
+@pytest.mark.parametrize("tokens", [0, 10], ids=["while starting", "while generating"])
+def test_ctrl_c(tp, tokens):
     command = [
         sys.executable,
         "-m",
@@ -268,7 +268,10 @@ def test_ctrl_c(tp, after):
     process = subprocess.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    time.sleep(after)
+    assert process.stdout is not None
+    for _ in range(tokens):
+        assert process.stdout.readline()
+    time.sleep(0.0 if tokens else 1.0)
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     os.killpg(process.pid, signal.SIGINT)
     started = time.monotonic()
