@@ -27,7 +27,6 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-import torch
 import zmq
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +41,7 @@ from kdtp.engine.fleet import Fleet  # noqa: E402
 from kdtp.engine.handshake import Handshake  # noqa: E402
 from kdtp.engine.link import Link, ZmqLink  # noqa: E402
 from kdtp.engine.scheduler import Request  # noqa: E402
+from kdtp.model.comm import Solo  # noqa: E402
 from kdtp.spec import pick  # noqa: E402
 from kdtp.types import Forward, ToWorker  # noqa: E402
 from scripts.measure import Spread, figure, machine, repeat, spread, spreads, table  # noqa: E402
@@ -50,7 +50,7 @@ from scripts.stub_rank import LENGTH, MODEL, TOGETHER, VOCAB, StubShard, text  #
 LOCAL = 0  # "worker processes" of a rank in this process
 PROMPT = 256
 PLACES = {LOCAL: "in-process", 1: "1 worker", 2: "2 workers", 4: "4 workers"}
-PARTS = ("nodes", "bytes", "draft", "build", "encode", "decode", "pick", "accept", "commit", "other")
+PARTS = ("nodes", "bytes", "draft", "build", "encode", "decode", "stub", "pick", "accept", "commit", "other")
 BY_PLACE = ("send", "wait", "round", "cpu")
 STAGES = ("draft", "build", "verify", "accept", "commit")
 
@@ -108,6 +108,7 @@ class Track:
         self.case = case
         self.samples: defaultdict[str, list[float]] = defaultdict(list)
         self._fleet = fleet
+        self._stub = StubShard(Solo())
         drafter = draft.make(case.config, {prompt: rest}, VOCAB)
         self._coordinator = Coordinator(dataclasses.replace(config, drafter=case.config), MODEL, fleet, drafter)
         params = SamplingParams(MODEL.max_position_embeddings - PROMPT, seed=TOGETHER if case.together else 0)
@@ -136,14 +137,15 @@ class Track:
         return {**spent, "round": total, "cpu": cpu}
 
     def _measure_message(self, message: Forward) -> None:
-        """Its size, what it costs to write and to read, and what it costs a worker to choose for its rows."""
+        """Its size, what it costs to write and to read, what its forward costs here, and what it costs to choose."""
         frame = msgspec.msgpack.encode(message)
         decoder = msgspec.msgpack.Decoder(ToWorker)
-        logits = torch.zeros(sum(seq.pick for seq in message.seqs), VOCAB)
+        logits = self._stub.forward_tokens(message.seqs)
         self.samples["nodes"].append(len(logits) / len(message.seqs) - 1)
         self.samples["bytes"].append(len(frame))
         self.samples["encode"] += repeat(lambda: msgspec.msgpack.encode(message), 3)
         self.samples["decode"] += repeat(lambda: decoder.decode(frame), 3)
+        self.samples["stub"] += repeat(lambda: self._stub.forward_tokens(message.seqs), 3)
         self.samples["pick"] += repeat(lambda: pick.argmax(logits), 3)
 
 

@@ -140,13 +140,19 @@ class Worker:
     def _pick(self, logits: torch.Tensor, seqs: Sequence[SeqRows]) -> list[int]:
         """One id per picked row of this rank's vocabulary shard [R, V/N]; the same on every rank."""
         if all(seq.rule.temperature == 0.0 for seq in seqs):
-            values, ids = pick.local_argmax(logits, self.shard.vocab_start)
-            # One collective for both: float64 holds either exactly.
-            best = self.shard.comm.all_gather(torch.stack([values.double(), ids.double()]))
-            return pick.merge_argmax(best[:, 0], best[:, 1].long()).tolist()
+            return self._argmax(logits).tolist()
         rules = [seq.rule for seq in seqs for _ in range(seq.pick)]
         positions = [p + 1 for seq in seqs for p in _positions(seq)[len(seq.tokens) - seq.pick :]]
         return pick.sample(self._full(logits), positions, rules).tolist()
+
+    def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        comm = self.shard.comm
+        if comm.size == 1:
+            return pick.argmax(logits)
+        values, ids = pick.local_argmax(logits, self.shard.vocab_start)
+        # One collective for both: float64 holds either exactly.
+        best = comm.all_gather(torch.stack([values.double(), ids.double()]))
+        return pick.merge_argmax(best[:, 0], best[:, 1].long())
 
     def _full(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the whole vocabulary, [R, V] float32, from every rank's shard."""
