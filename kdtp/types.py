@@ -1,11 +1,11 @@
-"""The nouns of kdtp: what travels between its processes, and the invariants of each.
+"""The nouns of kdtp: trees, proposals, rules and rows, and the invariants of each.
 
 Dimension letters used everywhere: M tree nodes or query rows, B sequences, V vocabulary, L draft depth,
 K candidates per depth, R rows whose next token is chosen. A *row* is a place in the KV cache, a *position* is the
 RoPE position of a token: siblings of a tree share a position, never a row.
 
-Every struct here is decoded from MessagePack by type (msgspec): unknown fields, wrong types and broken invariants
-are refused by the decoder, so a value of one of these types is known to be well formed.
+Structs travel in the messages of kdtp.messages, whose decoder refuses broken invariants: a value that was received is
+known to be well formed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from msgspec import Meta, Struct
 if TYPE_CHECKING:
     import torch
 
-PROTOCOL_VERSION = 1
 PAGE_ROWS = 64  # rows of latent KV in one page, on every rank
 ROOT = -1  # "parent" of node 0
 NO_TOKEN = -1  # in Ids: the row's logits hold NaN, no token can be chosen there
@@ -29,8 +28,6 @@ Token: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
 _INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 Seed: TypeAlias = Annotated[int, _INT64]
-Pid: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
-Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -166,9 +163,6 @@ def _legal(key: str, value: object, ok: bool, want: str) -> None:
         raise ValueError(f"{key} = {value!r}: must be {want}")
 
 
-# ---------------------------------------------------------------- coordinator -> worker
-
-
 class SeqRows(Struct, frozen=True, forbid_unknown_fields=True):
     """The rows of one sequence in one forward: a prefill chunk, a single token, or a tree to verify.
 
@@ -191,18 +185,6 @@ class SeqRows(Struct, frozen=True, forbid_unknown_fields=True):
         check_parents(self.parents)
 
 
-class Forward(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Run one ragged batch and choose the tokens. Answered by Ids (or Fault) with the same epoch and step.
-
-    Without sequences it is a ping: answered, nothing run.
-    """
-
-    epoch: Count
-    step: Count
-    seqs: tuple[SeqRows, ...]
-    want_logits: bool = False  # also send the picked rows' logits (used by --check)
-
-
 class Move(Struct, frozen=True, forbid_unknown_fields=True):
     """Keep node rows[k] of `seq` as committed row start + k; rows are rising and rows[0] is the root, 0."""
 
@@ -213,195 +195,3 @@ class Move(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.rows or self.rows[0] != 0 or any(a >= b for a, b in zip(self.rows, self.rows[1:], strict=False)):
             raise ValueError(f"kept rows {self.rows}: must rise from 0")
-
-
-class Commit(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Compact the accepted rows of `step`, and forget the sequences of `released`. Not answered."""
-
-    epoch: Count
-    step: Count
-    moves: tuple[Move, ...] = ()
-    released: tuple[Count, ...] = ()
-
-
-class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The coordinator's answer to Hello: everything a worker needs to know. `config` is EngineConfig as a mapping."""
-
-    epoch: Count
-    coordinator_pid: Pid
-    config: dict[str, object]
-    config_hash: Text
-
-
-class Shutdown(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """End in good order (reason: why, for the log)."""
-
-    reason: Text
-
-
-ToWorker = Welcome | Forward | Commit | Shutdown
-
-# ---------------------------------------------------------------- worker -> coordinator
-
-
-class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """A worker's first message."""
-
-    protocol: Count
-    version: Text
-    rank: Count
-    world_size: Count
-    pid: Pid
-
-
-class Progress(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Bytes of weights this rank has loaded, of how many."""
-
-    epoch: Count
-    rank: Count
-    done: Count
-    total: Count
-
-
-class Ready(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Weights are loaded and the first collective has run."""
-
-    epoch: Count
-    rank: Count
-    config_hash: Text
-    model_hash: Text
-
-
-class Ids(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Tokens chosen by one forward: for each of its SeqRows in order, `pick` ids (NO_TOKEN where the logits hold NaN).
-
-    Every rank sends the same ids, so that the coordinator sees ranks that have parted.
-
-    shape: (R, V) of the float32 logits in the frame after this message, only from rank 0 and only if asked.
-    """
-
-    epoch: Count
-    step: Count
-    rank: Count
-    ids: tuple[Annotated[int, Meta(ge=NO_TOKEN, lt=2**31)], ...]
-    shape: tuple[Count, Count] | None = None
-
-
-class Fault(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """This rank cannot go on."""
-
-    epoch: Count
-    step: Count
-    rank: Count
-    text: Text
-
-
-FromWorker = Hello | Progress | Ready | Ids | Fault
-
-# ---------------------------------------------------------------- client <-> coordinator (RPC)
-
-
-class Submit(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Start a request. `request` is the client's own label, unique among its open ones."""
-
-    request: Count
-    prompt: Annotated[tuple[Token, ...], Meta(min_length=1, max_length=1 << 24)]
-    params: SamplingParams
-    speculate: bool = True  # False: plain decoding, whatever the engine's drafter (the reference for --check)
-    want_logits: bool = False
-
-
-class Cancel(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Stop a request; it ends with Finished, reason "cancelled". An unknown label is counted and ignored."""
-
-    request: Count
-
-
-class StatusQuery(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Ask for Status. `upto`: the newest label this client has used; the answer repeats it."""
-
-    upto: Count = 0
-
-
-class ShutdownQuery(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """End the engine: open requests fail with code "shutdown"."""
-
-
-ToEngine = Submit | Cancel | StatusQuery | ShutdownQuery
-
-
-class Usage(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one request cost. Tokens are counted as emitted, after every cut.
-
-    rounds: verify forwards; forwards: those and the prefill chunks; committed: the sum over rounds of the rows that
-    were kept, root included, and whose token was emitted; drafted_by_depth / accepted_by_depth: rounds in which a
-    node of depth d + 1 was offered / accepted; timings_ms: by stage, whole rounds this request took part in.
-    """
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    rounds: int = 0
-    forwards: int = 0
-    committed: int = 0
-    drafted_by_depth: tuple[int, ...] = ()
-    accepted_by_depth: tuple[int, ...] = ()
-    timings_ms: dict[str, float] = {}
-
-
-class Tokens(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Newly emitted tokens; `position` is the index of the first among the request's emitted tokens."""
-
-    request: Count
-    position: Count
-    tokens: tuple[Token, ...]
-    shape: tuple[Count, Count] | None = None  # (len(tokens), V) of the float32 logits in the next frame, if asked
-
-
-class Finished(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The request's terminal event. reason: "stop", "length" or "cancelled"."""
-
-    request: Count
-    reason: Text
-    usage: Usage
-
-
-class Failed(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The request's terminal event when it could not be served.
-
-    code: "invalid" (the request), "capacity" (queue full), "shutdown", or "engine" (a rank died, hung or diverged).
-    request is None when the message that failed had no readable label.
-    """
-
-    request: Count | None
-    code: Text
-    message: Text
-
-
-class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """A picture of the engine. state: "loading" or "ready".
-
-    upto: of the query; open: this client's open requests at that time. A label up to `upto` that is not open has had
-    its terminal event, or the event was lost because this client did not read.
-    """
-
-    upto: Count
-    open: tuple[Count, ...]
-    state: Text
-    pid: Pid
-    version: Text
-    tp: Count
-    step: Count
-    running: Count
-    waiting: Count
-    pages_total: Count
-    pages_free: Count
-    load_done: Count
-    load_total: Count
-    worker_pids: tuple[Pid, ...]
-    counters: dict[str, int]
-    model: Text
-    vocab_size: Count
-    max_positions: Count
-
-
-FromEngine = Tokens | Finished | Failed | Status

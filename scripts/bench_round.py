@@ -41,9 +41,9 @@ from kdtp.engine.fleet import Fleet  # noqa: E402
 from kdtp.engine.handshake import Handshake  # noqa: E402
 from kdtp.engine.link import Link, ZmqLink  # noqa: E402
 from kdtp.engine.scheduler import Request  # noqa: E402
+from kdtp.messages import Forward, ToWorker  # noqa: E402
 from kdtp.model.comm import Solo  # noqa: E402
 from kdtp.spec import pick  # noqa: E402
-from kdtp.types import Forward, ToWorker  # noqa: E402
 from scripts.measure import Spread, figure, machine, repeat, spread, spreads, table  # noqa: E402
 from scripts.stub_rank import LENGTH, MODEL, TOGETHER, VOCAB, StubShard, text  # noqa: E402
 

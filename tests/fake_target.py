@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from kdtp.config import ModelConfig
 from kdtp.engine.link import LocalLink
-from kdtp.types import PAGE_ROWS, Commit, Forward, Hello, Ids, Ready, Shutdown, ToWorker, Welcome
+from kdtp.messages import Commit, Forward, Hello, Ids, Ready, Shutdown, ToWorker, Welcome
+from kdtp.types import PAGE_ROWS
 from kdtp.version import __version__
 
 VOCAB = 97

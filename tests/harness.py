@@ -23,7 +23,8 @@ from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import Link, ZmqLink
 from kdtp.engine.plan import plan
 from kdtp.engine.scheduler import Request
-from kdtp.types import Finished, SamplingParams, Tokens, Usage
+from kdtp.messages import Finished, Tokens, Usage
+from kdtp.types import SamplingParams
 
 NONE = DrafterConfig("none")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from kdtp.engine.rpc import Client, EngineDead
-from kdtp.types import Status
+from kdtp.messages import Status
 from tests.paths import REFS, TINY, V3
 
 __all__ = ["REFS", "TINY", "V3", "Running", "collect", "kdtp", "until"]

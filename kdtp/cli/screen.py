@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kdtp.cli.check import Verdict
 from kdtp.engine.api import Completion
-from kdtp.types import Tokens
+from kdtp.messages import Tokens
 
 _MB = 1e6
 

@@ -15,7 +15,8 @@ from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.engine.backends import Backend, Closed, Group, InProcess, OnProgress
 from kdtp.engine.plan import Plan, plan
 from kdtp.engine.rpc import EngineBusy, EngineDead, Reply
-from kdtp.types import Failed, Finished, FromEngine, SamplingParams, Tokens, Usage
+from kdtp.messages import Failed, Finished, FromEngine, Tokens, Usage
+from kdtp.types import SamplingParams
 
 
 @dataclass(frozen=True)

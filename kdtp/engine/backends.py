@@ -14,7 +14,8 @@ from kdtp.engine import rundir
 from kdtp.engine.plan import Plan
 from kdtp.engine.rpc import Client, EngineBusy, EngineDead, Labelled, Reply
 from kdtp.engine.scheduler import QueueFull, Request
-from kdtp.types import SamplingParams, Tokens
+from kdtp.messages import Tokens
+from kdtp.types import SamplingParams
 
 if TYPE_CHECKING:
     from kdtp.engine.coordinator import Coordinator

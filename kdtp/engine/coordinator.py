@@ -14,19 +14,9 @@ from kdtp.engine.fleet import Fleet
 from kdtp.engine.pages import PagePool
 from kdtp.engine.scheduler import Request, Scheduler
 from kdtp.log import logger
+from kdtp.messages import Failed, Finished, Tokens
 from kdtp.spec import accept, tree
-from kdtp.types import (
-    NO_TOKEN,
-    ROOT,
-    Failed,
-    Finished,
-    Move,
-    Proposal,
-    SeqRows,
-    Tokens,
-    Tree,
-    depths,
-)
+from kdtp.types import NO_TOKEN, ROOT, Move, Proposal, SeqRows, Tree, depths
 
 _BYTES = 4  # of a float32 logit
 _ALARM_ROUNDS = 200

@@ -11,7 +11,8 @@ import zmq
 
 from kdtp.engine.link import EngineFault, Link, LocalLink, ZmqLink
 from kdtp.log import logger
-from kdtp.types import Commit, Fault, Forward, FromWorker, Hello, Ids, Move, SeqRows, Shutdown, ToWorker
+from kdtp.messages import Commit, Fault, Forward, FromWorker, Hello, Ids, Shutdown, ToWorker
+from kdtp.types import Move, SeqRows
 
 Arrival = tuple[Link, FromWorker, bytes | None]
 

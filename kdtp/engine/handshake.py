@@ -8,7 +8,7 @@ from kdtp.config import EngineConfig, digest
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.link import EngineFault, Link
 from kdtp.log import logger
-from kdtp.types import PROTOCOL_VERSION, FromWorker, Hello, Progress, Ready, Shutdown, Welcome
+from kdtp.messages import PROTOCOL_VERSION, FromWorker, Hello, Progress, Ready, Shutdown, Welcome
 from kdtp.version import __version__
 
 

@@ -23,7 +23,7 @@ from kdtp.engine.plan import Plan, plan
 from kdtp.engine.rpc import Server
 from kdtp.engine.scheduler import QueueFull, Request
 from kdtp.log import logger
-from kdtp.types import Cancel, Failed, Finished, ShutdownQuery, Status, StatusQuery, Submit, ToEngine, Tokens
+from kdtp.messages import Cancel, Failed, Finished, ShutdownQuery, Status, StatusQuery, Submit, ToEngine, Tokens
 from kdtp.version import __version__
 
 EXIT_FAULT = 70  # a rank died, hung, diverged or failed

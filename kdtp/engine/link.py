@@ -1,6 +1,6 @@
 """How the coordinator and its workers talk: one link per rank, in process (LocalLink) or over ZeroMQ (ZmqLink).
 
-Both carry the structs of kdtp.types. A frame that cannot be read, comes from a stranger, or belongs to another epoch
+Both carry the structs of kdtp.messages. A frame that cannot be read, comes from a stranger, or belongs to another epoch
 or step is dropped and counted; only a missing answer, a dead process or a Fault ends the engine (EngineFault).
 """
 
@@ -17,7 +17,7 @@ import zmq
 
 from kdtp.engine.rundir import endpoint
 from kdtp.log import logger
-from kdtp.types import FromWorker, Hello, Shutdown, ToWorker
+from kdtp.messages import FromWorker, Hello, Shutdown, ToWorker
 
 MOST_AT_ONCE = 64  # frames taken from a socket before the next thing is done
 MAX_FRAME = 256 << 20  # bytes; logits of a wide forward are the largest

@@ -17,18 +17,8 @@ import zmq
 
 from kdtp.engine.link import MOST_AT_ONCE, is_round, tune
 from kdtp.log import logger
-from kdtp.types import (
-    Cancel,
-    Failed,
-    Finished,
-    FromEngine,
-    SamplingParams,
-    ShutdownQuery,
-    Status,
-    StatusQuery,
-    Submit,
-    ToEngine,
-)
+from kdtp.messages import Cancel, Failed, Finished, FromEngine, ShutdownQuery, Status, StatusQuery, Submit, ToEngine
+from kdtp.types import SamplingParams
 
 MAX_REQUEST = 16 << 20  # bytes of one client message
 _MAX_PROBLEM = 500  # characters of a complaint sent back

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from kdtp.config import EngineConfig, ModelConfig
 from kdtp.engine.pages import PagePool, pages_for
-from kdtp.types import SamplingParams, Usage
+from kdtp.messages import Usage
+from kdtp.types import SamplingParams
 
 STAGES = ("prefill", "draft", "build", "verify", "accept", "commit")
 

@@ -21,12 +21,7 @@ from kdtp.config import EngineConfig, build, digest
 from kdtp.engine import guard, rundir
 from kdtp.engine.link import tune
 from kdtp.log import logger
-from kdtp.model import comm as comms
-from kdtp.model.comm import Comm
-from kdtp.model.shard import Shard
-from kdtp.spec import pick
-from kdtp.types import (
-    PAGE_ROWS,
+from kdtp.messages import (
     PROTOCOL_VERSION,
     Commit,
     Fault,
@@ -36,12 +31,15 @@ from kdtp.types import (
     Ids,
     Progress,
     Ready,
-    SeqRows,
     Shutdown,
     ToWorker,
     Welcome,
-    depths,
 )
+from kdtp.model import comm as comms
+from kdtp.model.comm import Comm
+from kdtp.model.shard import Shard
+from kdtp.spec import pick
+from kdtp.types import PAGE_ROWS, SeqRows, depths
 from kdtp.version import __version__
 
 WELCOME_TIMEOUT = 60.0  # seconds between hello and welcome

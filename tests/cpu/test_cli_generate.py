@@ -21,8 +21,8 @@ from kdtp.cli.flags import add_engine_flags, engine_config
 from kdtp.config import EngineConfig
 from kdtp.engine.api import Completion
 from kdtp.engine.plan import plan
+from kdtp.messages import Usage
 from kdtp.model.weights import kdtr
-from kdtp.types import Usage
 from tests.conftest import ROOT
 from tests.processes import TINY, V3, kdtp, until
 

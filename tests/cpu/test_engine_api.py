@@ -9,7 +9,7 @@ from kdtp import Engine, SamplingParams
 from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.engine.plan import plan
 from kdtp.engine.rpc import EngineDead
-from kdtp.types import Finished, Tokens
+from kdtp.messages import Finished, Tokens
 from tests.processes import TINY
 
 GOLDEN = plan(EngineConfig(str(TINY))).golden

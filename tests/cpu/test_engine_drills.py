@@ -14,7 +14,8 @@ import pytest
 import zmq
 
 from kdtp.engine.rpc import Client, EngineDead
-from kdtp.types import Failed, Finished, SamplingParams, Submit, Tokens
+from kdtp.messages import Failed, Finished, Submit, Tokens
+from kdtp.types import SamplingParams
 from tests.processes import REFS, TINY, Running, collect, kdtp, until
 
 LONG = SamplingParams(max_tokens=490, ignore_eos=True)

@@ -15,7 +15,7 @@ from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import EngineFault, ZmqLink
 from kdtp.engine.rpc import Client, EngineDead, Server
-from kdtp.types import (
+from kdtp.messages import (
     PROTOCOL_VERSION,
     Failed,
     Finished,
@@ -23,7 +23,6 @@ from kdtp.types import (
     Ids,
     Progress,
     Ready,
-    SamplingParams,
     Shutdown,
     Status,
     StatusQuery,
@@ -32,6 +31,7 @@ from kdtp.types import (
     Usage,
     Welcome,
 )
+from kdtp.types import SamplingParams
 from kdtp.version import __version__
 
 EPOCH = 99
