@@ -8,7 +8,7 @@ import torch
 
 from kdtp import kernels
 from kdtp.config import ModelConfig
-from kdtp.kernels import Routing
+from kdtp.kernels import Routing, cuda
 from kdtp.model.batch import Batch
 from kdtp.model.layers import Mlp
 
@@ -27,8 +27,41 @@ def routing(config: ModelConfig) -> Routing:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Routed experts, w_gate_up [E, H, 2 * I] (gate, then up), w_down [E, I, H]; I is cut over the ranks."""
+
+    w_gate_up: torch.Tensor
+    w_down: torch.Tensor
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """As kernels.moe."""
+        return kernels.moe(x, ids, weights, self.w_gate_up, self.w_down)
+
+
+@dataclass(frozen=True)
+class Int4Experts:
+    """Routed experts in the INT4 form of kernels.cuda.moe_int4, on a GPU, in bfloat16; I is cut over the ranks."""
+
+    w_gate_up: torch.Tensor
+    s_gate_up: torch.Tensor
+    w_down: torch.Tensor
+    s_down: torch.Tensor
+
+    @classmethod
+    def repacked(
+        cls, gate_up: tuple[torch.Tensor, torch.Tensor], down: tuple[torch.Tensor, torch.Tensor]
+    ) -> Int4Experts:
+        """Of words and scales as published."""
+        return cls(*cuda.repack(*gate_up), *cuda.repack(*down))
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """As kernels.moe."""
+        return cuda.moe_int4(x, ids, weights, self.w_gate_up, self.s_gate_up, self.w_down, self.s_down)
+
+
+@dataclass(frozen=True)
 class Moe:
-    """w_router float32 [H, E], bias float32 [E] or None; w_gate_up [E, H, 2 * I], w_down [E, I, H], I cut over ranks.
+    """w_router float32 [H, E], bias float32 [E] or None.
 
     Every rank routes for itself, and alike. The shared expert is added unweighted.
     """
@@ -36,8 +69,7 @@ class Moe:
     routing: Routing
     w_router: torch.Tensor
     bias: torch.Tensor | None
-    w_gate_up: torch.Tensor
-    w_down: torch.Tensor
+    experts: Experts | Int4Experts
     shared: Mlp | None
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -46,5 +78,5 @@ class Moe:
         ids, weights = kernels.router(logits, self.bias, self.routing)
         if batch.padding is not None:
             ids.masked_fill_(batch.padding, -1)
-        out = kernels.moe(x, ids, weights, self.w_gate_up, self.w_down)
+        out = self.experts(x, ids, weights)
         return out if self.shared is None else out + self.shared(x)

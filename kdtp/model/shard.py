@@ -16,9 +16,8 @@ from kdtp.model.graphs import ROWS, Graphs, bucket, usual
 from kdtp.model.indices import Shape, exact, plan_device
 from kdtp.model.layers import Mlp, Norm
 from kdtp.model.mla import Mla, Query
-from kdtp.model.moe import Moe, routing
-from kdtp.model.weights.kdtr import Reader
-from kdtp.model.weights.load import CPU, Progress, Weights
+from kdtp.model.moe import Experts, Int4Experts, Moe, routing
+from kdtp.model.weights.load import CPU, Progress, Weights, open_model
 from kdtp.types import PAGE_ROWS, Move, SeqRows
 
 
@@ -60,16 +59,16 @@ class Shard:
         self._embed = weights.take("embed")
         self._layers = [_layer(weights, comm, i) for i in range(self.config.num_hidden_layers)]
         self._final_norm = Norm(weights.take("final_norm"), self.config.rms_norm_eps)
-        self._head = kernels.stored(weights.take("head"))
+        self._head = weights.matrix("head")
         self._graphs: Graphs | None = None
 
     @classmethod
     def load(
         cls, path: str, comm: Comm, dtype: str, pages: int, progress: Progress, device: torch.device = CPU
     ) -> Shard:
-        """Read this rank's part of a KDTR model file, with `pages` pages of KV cache; errors as Weights."""
-        with Reader(path) as reader:
-            return cls(Weights(reader, comm.rank, comm.size, dtype, progress, device), comm, pages)
+        """Read this rank's part of a model, with `pages` pages of KV cache; errors as open_model and Weights."""
+        with open_model(path) as source:
+            return cls(Weights(source, comm.rank, comm.size, dtype, progress, device), comm, pages)
 
     def forward_tokens(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
         """Run a ragged batch: prefill is a causal chunk, plain decoding a tree of one node, verification a tree.
@@ -158,16 +157,21 @@ def _layer(weights: Weights, comm: Comm, i: int) -> Layer:
         return Norm(take(name), weights.config.rms_norm_eps)
 
     def matrix(*names: str) -> torch.Tensor:
-        return kernels.stored(torch.cat([take(name) for name in names], -1))
+        return weights.matrix(*[f"layers.{i}.{name}" for name in names])
 
     def mlp(prefix: str) -> Mlp:
         return Mlp(matrix(f"{prefix}w_gate", f"{prefix}w_up"), matrix(f"{prefix}w_down"))
 
+    def experts() -> Experts | Int4Experts:
+        gate, up, down = (f"layers.{i}.experts.{name}" for name in ("w_gate", "w_up", "w_down"))
+        if weights.keeps_int4(gate, up, down):
+            return Int4Experts.repacked(weights.int4(gate, up), weights.int4(down))
+        return Experts(weights.matrix(gate, up), weights.matrix(down))
+
     def moe() -> Moe:
         bias = take("router_bias") if config.topk_method == "noaux_tc" else None
         shared = mlp("shared.") if config.n_shared_experts else None
-        experts = matrix("experts.w_gate", "experts.w_up"), matrix("experts.w_down")
-        return Moe(routing(config), matrix("router"), bias, *experts, shared)
+        return Moe(routing(config), matrix("router"), bias, experts(), shared)
 
     def attention() -> Mla:
         low_rank = config.q_lora_rank > 0

@@ -13,7 +13,7 @@ from reference_cases import MICRO, MICRO_V3
 from kdtp.model.comm import Solo, sum_in_order
 from kdtp.model.shard import Shard
 from kdtp.model.weights import kdtr
-from kdtp.model.weights.load import Weights
+from kdtp.model.weights.load import Weights, open_model
 from kdtp.types import Move, Rule, SeqRows
 from reference.config import to_metadata
 from reference.weights import random_weights
@@ -67,8 +67,8 @@ class Ranks:
     def __init__(self, path, tp=1, dtype="float32", pages=40, seed=0, threads=1):
         barrier, places = threading.Barrier(tp), [None] * tp
         comms = [ThreadComm(rank, tp, barrier, places) if tp > 1 else Solo() for rank in range(tp)]
-        with kdtr.Reader(path) as reader:
-            weights = [Weights(reader, rank, tp, dtype, lambda done, total: None) for rank in range(tp)]
+        with open_model(path) as source:
+            weights = [Weights(source, rank, tp, dtype, lambda done, total: None) for rank in range(tp)]
             self.shards = [Shard(w, comm, pages, poison=True) for w, comm in zip(weights, comms, strict=True)]
         self.config = self.shards[0].config
         self._barrier = barrier

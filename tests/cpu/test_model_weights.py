@@ -13,7 +13,7 @@ from kdtp.config import ModelConfig
 from kdtp.model.comm import Solo
 from kdtp.model.shard import Shard
 from kdtp.model.weights import kdtr
-from kdtp.model.weights.load import Weights
+from kdtp.model.weights.load import Weights, open_model
 from kdtp.model.weights.table import parameters, span
 
 
@@ -22,7 +22,7 @@ def ignore(done, total):
 
 
 def load(path, rank=0, size=1, dtype="float32"):
-    return Weights(kdtr.Reader(path), rank, size, dtype, ignore)
+    return Weights(open_model(path), rank, size, dtype, ignore)
 
 
 @pytest.mark.parametrize("name", RANDOM)

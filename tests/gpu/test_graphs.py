@@ -11,8 +11,7 @@ import torch
 from kdtp.model.comm import Solo
 from kdtp.model.graphs import usual
 from kdtp.model.shard import Shard
-from kdtp.model.weights.kdtr import Reader
-from kdtp.model.weights.load import Weights
+from kdtp.model.weights.load import Weights, open_model
 from kdtp.types import PAGE_ROWS, Move, Rule, SeqRows
 from tests.gpu.conftest import missing
 from tests.paths import TINY, V3
@@ -24,9 +23,9 @@ class Twins:
     """Two shards that are told the same; one runs in graphs. Cache rows without content are NaN."""
 
     def __init__(self, path, dtype: str) -> None:
-        with Reader(path) as reader:
+        with open_model(path) as source:
             self.eager, self.graphs = (
-                Shard(Weights(reader, 0, 1, dtype, lambda done, total: None, torch.device("cuda")), Solo(), PAGES, True)
+                Shard(Weights(source, 0, 1, dtype, lambda done, total: None, torch.device("cuda")), Solo(), PAGES, True)
                 for _ in range(2)
             )
         self.graphs.capture(3, 5)

@@ -1,51 +1,46 @@
-"""One rank's part of the parameters of a KDTR model file."""
+"""One rank's part of the parameters of a model, wherever they are stored."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from kdtp.config import DTYPES, ModelConfig
-from kdtp.model.weights.kdtr import Reader
+from kdtp.config import DTYPES
+from kdtp.model.weights.kdtr_model import KdtrModel
+from kdtp.model.weights.source import Source
 from kdtp.model.weights.table import parameters, span
 
 Progress = Callable[[int, int], None]
 CPU = torch.device("cpu")
+_REPORTS = 256  # how often, at most, a loading rank says how far it is
 
 
 class Weights:
-    """The parameters of an open model file, cut to the part of `rank` of `size`, as tensors of `dtype`.
+    """The parameters of an open model, cut to the part of `rank` of `size`, as tensors of `dtype` on `device`.
 
     progress(done, total) is told the bytes taken so far; what it raises ends the loading. Raises ValueError that names
-    the file: for a file that is no model, an array that is missing, unknown or of another shape or dtype, and a size
-    that does not divide the model.
+    the file for a size that does not divide the model, and as the source.
     """
 
     def __init__(
-        self, reader: Reader, rank: int, size: int, dtype: str, progress: Progress, device: torch.device = CPU
+        self, source: Source, rank: int, size: int, dtype: str, progress: Progress, device: torch.device = CPU
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
-        kind = reader.metadata.get("format")
-        if kind != "kdtp-model":
-            raise ValueError(f"{reader.path}: format: want 'kdtp-model', found {kind!r}")
-        self.config = ModelConfig.from_metadata(reader.metadata, str(reader.path))
-        if size not in self.config.legal_tp():
-            raise ValueError(f"tp = {size}: {reader.path} can be split over {self.config.legal_tp()} ranks")
+        if size not in source.legal_tp():
+            raise ValueError(f"tp = {size}: {source.path} can be split over {source.legal_tp()} ranks")
+        self.config = source.config
         self.rank, self.size = rank, size
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = device
-        self.model_hash = _digest(reader)
-        self._reader = reader
+        self.model_hash = source.model_hash
+        self._source = source
         self._table = parameters(self.config)
         self._progress = progress
-        self._done = 0
-        self._check()
-        self._total = sum(reader.entries[name].nbytes for name in self._table)
+        self._done = self._told = 0
+        self._total = source.nbytes(rank, size)
 
     @property
     def vocab_start(self) -> int:
@@ -53,29 +48,78 @@ class Weights:
         return span(self.config.vocab_size, self.rank, self.size)[0]
 
     def take(self, name: str) -> torch.Tensor:
-        """This rank's part of a parameter, as a tensor of its own."""
-        param = self._table[name]
-        part = self._reader.array(name)[param.part(self.rank, self.size)]
-        tensor = torch.from_numpy(np.array(part)).to(torch.float32 if param.exact else self.dtype)
-        self._done += self._reader.entries[name].nbytes
-        self._progress(self._done, self._total)
-        return tensor.to(self.device)
+        """This rank's part of a parameter."""
+        return self._joined((name,), k_major=False)
 
-    def _check(self) -> None:
-        path, entries = self._reader.path, self._reader.entries
-        extra = [name for name in entries if name not in self._table and not name.startswith("golden.")]
-        if extra:
-            raise ValueError(f"{path}: array {extra[0]!r} is no parameter of this model ({len(extra)} such)")
-        for name, param in self._table.items():
-            if name not in entries:
-                raise ValueError(f"{path}: array {name!r}: want float32 {list(param.shape)}, found none")
-            found = entries[name]
-            if (found.dtype, found.shape) != ("float32", param.shape):
-                want = f"float32 {list(param.shape)}"
-                raise ValueError(f"{path}: array {name!r}: want {want}, found {found.dtype} {list(found.shape)}")
+    def matrix(self, *names: str) -> torch.Tensor:
+        """This rank's parts of matrices [.., in, out], one beside the other, laid out as kernels.stored does.
+
+        Filled piece by piece: it takes no more memory than the result and one piece.
+        """
+        return self._joined(names, k_major=self.device.type != "cpu")
+
+    def keeps_int4(self, *names: str) -> bool:
+        """Whether `int4` gives these parameters; only a GPU's kernels read INT4, and only with bfloat16."""
+        able = self.device.type == "cuda" and self.dtype == torch.bfloat16
+        return able and all(self._source.is_int4(name) for name in names)
+
+    def int4(self, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `matrix` of [E, in, out], in INT4: words int32 [E, out, in / 8] and scales bfloat16 [E, out, in / 32]."""
+        experts, inputs, _ = self._shape(names[0])
+        wide = self._width(names)
+        words = torch.empty(experts, wide, inputs // 8, dtype=torch.int32, device=self.device)
+        scales = torch.empty(experts, wide, inputs // 32, dtype=torch.bfloat16, device=self.device)
+        first = 0
+        for name in names:
+            last = first + self._shape(name)[-1]
+            for expert, piece in enumerate(self._source.int4(name, self.rank, self.size)):
+                words[expert, first:last].copy_(piece.words)
+                scales[expert, first:last].copy_(piece.scales)
+                self._advance(piece.nbytes)
+            first = last
+        return words, scales
+
+    def _joined(self, names: tuple[str, ...], k_major: bool) -> torch.Tensor:
+        shape = (*self._shape(names[0])[:-1], self._width(names))
+        dtype = torch.float32 if self._table[names[0]].exact else self.dtype
+        whole = _empty(shape, dtype, self.device, k_major)
+        first = 0
+        for name in names:
+            target = whole.narrow(-1, first, self._shape(name)[-1])
+            first += target.shape[-1]
+            for piece in self._source.pieces(name, self.rank, self.size):
+                _copy(target[piece.at], piece.values.to(dtype), k_major)
+                self._advance(piece.nbytes)
+        return whole
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._table[name].held(self.rank, self.size)
+
+    def _width(self, names: tuple[str, ...]) -> int:
+        return sum(self._shape(name)[-1] for name in names)
+
+    def _advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._done == self._total or self._done - self._told > self._total // _REPORTS:
+            self._told = self._done
+            self._progress(self._done, self._total)
 
 
-def _digest(reader: Reader) -> str:
-    """sha256 of metadata and array table, checksums included: equal exactly if the content is."""
-    table = [[e.name, e.dtype, e.shape, e.crc32] for e in reader.entries.values()]
-    return hashlib.sha256(json.dumps([reader.metadata, table], sort_keys=True).encode()).hexdigest()
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, k_major: bool) -> torch.Tensor:
+    if not k_major:
+        return torch.empty(shape, dtype=dtype, device=device)
+    *lead, inputs, outputs = shape
+    return torch.empty(*lead, outputs, inputs, dtype=dtype, device=device).mT
+
+
+def _copy(target: torch.Tensor, values: torch.Tensor, k_major: bool) -> None:
+    # A K-major target is contiguous the other way round; so are the matrices of a checkpoint, which makes it one copy.
+    if k_major:
+        target.mT.copy_(values.mT)
+    else:
+        target.copy_(values)
+
+
+def open_model(path: str | os.PathLike[str]) -> Source:
+    """The model in a KDTR file."""
+    return KdtrModel(path)

@@ -26,6 +26,13 @@ class Param:
         first, last = span(self.shape[self.axis], rank, size)
         return (*[slice(None)] * self.axis, slice(first, last))
 
+    def held(self, rank: int, size: int) -> tuple[int, ...]:
+        """Shape of what `rank` of `size` holds."""
+        if self.axis is None:
+            return self.shape
+        first, last = span(self.shape[self.axis], rank, size)
+        return (*self.shape[: self.axis], last - first, *self.shape[self.axis + 1 :])
+
 
 def span(width: int, rank: int, size: int) -> tuple[int, int]:
     """First and past-the-last index of the part of `width` that `rank` of `size` holds."""
