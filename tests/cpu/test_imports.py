@@ -26,6 +26,7 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
     "kdtp.spec": ("kdtp.kernels", "kdtp.types"),
     "kdtp.draft": ("kdtp.kernels", "kdtp.model.layers", "kdtp.model.rope", *COMMON),
     "kdtp.engine": ("kdtp.model", "kdtp.spec", "kdtp.draft", "kdtp.kernels", "kdtp.version", MESSAGES, *COMMON),
+    "kdtp.text": (),
     "kdtp.cli": ("kdtp", "launcher"),
     "kdtp.__main__": ("kdtp", "launcher"),
     "kdtp": ("kdtp.version", "kdtp.engine.api", "kdtp.types"),
@@ -46,6 +47,7 @@ THIRD_PARTY = {  # what the rooms that must stand alone may use beside the stand
     "kdtp.messages": ("msgspec",),
     "kdtp.types": ("msgspec", "torch"),  # torch for a type checker only, which another test holds
     "kdtp.spec": ("torch",),
+    "kdtp.text": ("tokenizers", "tiktoken", "jinja2"),
     "launcher": ("torch",),
     "reference": ("numpy",),
 }

