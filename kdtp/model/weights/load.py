@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from kdtp.config import DTYPES
+from kdtp.model.weights.hf_model import HfModel
 from kdtp.model.weights.kdtr_model import KdtrModel
 from kdtp.model.weights.source import Source
 from kdtp.model.weights.table import parameters, span
@@ -121,5 +122,5 @@ def _copy(target: torch.Tensor, values: torch.Tensor, k_major: bool) -> None:
 
 
 def open_model(path: str | os.PathLike[str]) -> Source:
-    """The model in a KDTR file."""
-    return KdtrModel(path)
+    """The model in a KDTR file, or in a folder as published. Errors as KdtrModel and HfModel; OSError."""
+    return HfModel(path) if os.path.isdir(path) else KdtrModel(path)

@@ -1,0 +1,114 @@
+"""The model in a published folder, as a source of weights: what is stored as FP8 or INT4 becomes values here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+
+from kdtp.model.weights.hf import Checkpoint
+from kdtp.model.weights.hf_config import Fp8, Int4
+from kdtp.model.weights.hf_table import Origin
+from kdtp.model.weights.source import Int4Piece, Piece
+
+_BITS = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}  # what numpy knows as bits only
+
+
+class HfModel:
+    """An open model folder; errors as Checkpoint, and ValueError for scales that are no numbers, as they are read."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._checkpoint = Checkpoint(Path(path))
+        self.path = self._checkpoint.path
+        self.config = self._checkpoint.model
+        self.model_hash = self._checkpoint.model_hash
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpoint.close()
+
+    def legal_tp(self) -> list[int]:
+        """As Source."""
+        return self._checkpoint.legal_tp()
+
+    def nbytes(self, rank: int, size: int) -> int:
+        """As Source."""
+        groups = self._checkpoint.origins.values()
+        return sum(self._checkpoint.nbytes_of(origin, rank, size) for group in groups for origin in group)
+
+    def pieces(self, name: str, rank: int, size: int) -> Iterator[Piece]:
+        """As Source; an expert is a piece."""
+        for expert, origin in enumerate(self._checkpoint.origins[name]):
+            values = self._values(origin, origin.rows(rank, size), origin.columns(rank, size))
+            if origin.per_head:
+                values = values.view(-1, origin.per_head, values.shape[1])
+            at = (expert,) if ".experts." in name else (...,)
+            nbytes = self._checkpoint.nbytes_of(origin, rank, size)
+            yield Piece(at, values.mT if origin.turned else values, nbytes)
+
+    def is_int4(self, name: str) -> bool:
+        """As Source."""
+        return all(self._checkpoint.form(origin) == "int4" for origin in self._checkpoint.origins[name])
+
+    def int4(self, name: str, rank: int, size: int) -> Iterator[Int4Piece]:
+        """As Source."""
+        for origin in self._checkpoint.origins[name]:
+            words, scales = self._int4(origin, origin.rows(rank, size), origin.columns(rank, size))
+            yield Int4Piece(words, scales, self._checkpoint.nbytes_of(origin, rank, size))
+
+    def _values(self, origin: Origin, rows: slice | np.ndarray, columns: slice) -> torch.Tensor:
+        """Some rows and columns of an origin's matrix, or some of its vector."""
+        form = self._checkpoint.form(origin)
+        if form == "int4":
+            return unpacked(*self._int4(origin, rows, columns))
+        values = self._read(origin.tensor, rows, columns)
+        return values if form == "plain" else self._scaled(origin, values, rows, columns)
+
+    def _read(self, name: str, rows: slice | np.ndarray = slice(None), columns: slice = slice(None)) -> torch.Tensor:
+        values = torch.from_numpy(self._checkpoint.read(name, rows, columns))
+        bits = _BITS.get(self._checkpoint.stored(name).dtype)
+        return values if bits is None else values.view(bits)
+
+    def _scaled(self, origin: Origin, fp8: torch.Tensor, rows: slice | np.ndarray, columns: slice) -> torch.Tensor:
+        """FP8 blocks times their scales, float32. The scales multiply, despite their name."""
+        name, block = f"{origin.tensor}_scale_inv", self._checkpoint.config.quantization
+        assert isinstance(block, Fp8)
+        scales = self._finite(name, self._read(name))
+        of_rows = np.arange(origin.shape[0])[rows] // block.rows
+        scales = scales[torch.from_numpy(of_rows)]
+        values = fp8.float()
+        for column in range(columns.start // block.columns, -(-columns.stop // block.columns)):
+            first = max(column * block.columns, columns.start) - columns.start
+            last = min((column + 1) * block.columns, columns.stop) - columns.start
+            values[:, first:last] *= scales[:, column, None]
+        return values
+
+    def _int4(self, origin: Origin, rows: slice | np.ndarray, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        packed, scale, shape = self._checkpoint.parts(origin)
+        said = tuple(self._checkpoint.read(shape).tolist())
+        if said != origin.shape:
+            self._checkpoint.complain(shape, "values", list(origin.shape), list(said))
+        words = self._read(packed, rows, slice(columns.start // 8, columns.stop // 8))
+        groups = slice(columns.start // Int4.GROUP, columns.stop // Int4.GROUP)
+        return words, self._finite(scale, self._read(scale, rows, groups))
+
+    def _finite(self, name: str, scales: torch.Tensor) -> torch.Tensor:
+        bad = (~scales.isfinite()).nonzero()
+        if len(bad):
+            at = bad[0].tolist()
+            self._checkpoint.complain(name, "scales", "finite numbers", f"{scales[tuple(at)].item()} ({len(bad)} such)")
+        return scales
+
+
+def unpacked(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 [out, in] of INT4 as published: words int32 [out, in / 8], lowest bits first, each nibble the value + 8;
+    scales [out, in / 32]."""
+    octets = words.contiguous().view(torch.uint8)
+    values = torch.stack([octets & 15, octets >> 4], -1).view(words.shape[0], -1, Int4.GROUP)
+    return ((values.float() - 8) * scales.float()[..., None]).flatten(1)
