@@ -25,3 +25,11 @@ def setup(role: str, level: str = "info") -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def amount(nbytes: float) -> str:
+    """Bytes as people read them, in powers of 1000: "595.12 GB"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} bytes"

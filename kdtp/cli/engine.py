@@ -27,7 +27,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Run until told to end (SIGTERM, Ctrl-C, RPC shutdown: code 0) or broken (code 70)."""
     log.setup("launcher", chosen.log_level)
-    config = plan(engine_config(chosen)).config
+    checked = plan(engine_config(chosen))
+    config = checked.config
+    for note in checked.notes:
+        logger.info("%s", note)
     folder = rundir.check(chosen.run_dir.resolve()) if chosen.run_dir else rundir.create()
     tidy = rundir.clean if chosen.run_dir else rundir.remove
     held = rundir.lock(folder)

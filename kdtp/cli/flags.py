@@ -13,7 +13,7 @@ from typing import Any
 from kdtp.config import DEVICES, DRAFTERS, DTYPES, ConfigError, DrafterConfig, EngineConfig, build
 
 _ENGINE = {
-    "model": "KDTR model file",
+    "model": "model folder as published, or KDTR file",
     "tp": "number of ranks the model is split over",
     "device": f"one of {', '.join(DEVICES)}",
     "dtype": f"one of {', '.join(DTYPES)}",
@@ -97,7 +97,7 @@ def engine_config(chosen: argparse.Namespace) -> EngineConfig:
             drafter[name] = value
             origins["drafter" if name == "name" else dest] = f"--{_DRAFTER[name][0]}"
     if "model" not in values:
-        raise ConfigError("model: is missing; give --model FILE")
+        raise ConfigError("model: is missing; give --model PATH")
     return build(EngineConfig, {**values, "drafter": drafter}, source, origins)
 
 

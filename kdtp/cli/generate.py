@@ -55,6 +55,8 @@ def run(chosen: argparse.Namespace) -> int:
     checked = plan(engine_config(chosen))
     prompt, params = _request(chosen, checked)
     check_request(Request(1, prompt, params), checked.config, checked.model)  # before anything is loaded
+    for note in checked.notes:
+        print(note, file=sys.stderr)
     screen = Screen(params.max_tokens, quiet=chosen.json)
     try:
         with screen, Engine.of(checked.config, screen.load) as engine:

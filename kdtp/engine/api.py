@@ -33,9 +33,9 @@ class Completion:
 class Engine:
     """Generate with one model. Use as a context manager, or call `close`.
 
-    model: a KDTR model file; tp: ranks, each a process of its own if more than one; drafter: a name (its settings then
-    are `block` and `budget`) or a DrafterConfig; on_progress: called with bytes loaded and to load. Other settings:
-    `Engine.of(EngineConfig(...))`. Raises ValueError for what cannot be, EngineBusy when the
+    model: a KDTR model file or a published folder; tp: ranks, each a process of its own if more than one; drafter: a
+    name (its settings then are `block` and `budget`) or a DrafterConfig; on_progress: called with bytes loaded and to
+    load. Other settings: `Engine.of(EngineConfig(...))`. Raises ValueError for what cannot be, EngineBusy when the
     queue is full of others' requests, EngineDead when the processes fail.
     """
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kdtp.config import ConfigError, EngineConfig, ModelConfig
+from kdtp.log import amount
 from kdtp.model.weights import kdtr
+from kdtp.model.weights.hf import Checkpoint
+from kdtp.model.weights.hf_sizes import keeps_int4, weight_bytes
 from kdtp.types import PAGE_ROWS
 
 FORMAT = "kdtp-model"
@@ -31,30 +36,77 @@ class Golden:
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked engine: `config` with an absolute model path and the KV size resolved."""
+    """A checked engine: `config` with an absolute model path and the KV size resolved.
+
+    notes: what its user should be told before it is loaded, a line each.
+    """
 
     config: EngineConfig
     model: ModelConfig
     golden: Golden | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What was found at the path of a model."""
+
+    path: Path
+    config: ModelConfig
+    legal_tp: list[int]
+    golden: Golden | None
+    notes: tuple[str, ...]
 
 
 def plan(config: EngineConfig) -> Plan:
-    """Check `config` against its model file. ConfigError or KdtrError naming what is wrong and what is legal."""
+    """Check `config` against its model. ConfigError, KdtrError or CheckpointError naming what is wrong and legal."""
     if config.device == "cuda":
         _check_cuda()
-    with _open(config.model) as reader:
-        path = reader.path
+    path = Path(config.model).absolute()
+    model = _folder(path, config) if os.path.isdir(path) else _file(config.model)
+    if config.tp not in model.legal_tp:
+        legal = ", ".join(map(str, model.legal_tp))
+        raise ConfigError(f"tp = {config.tp}: {model.path.name} can be split over {legal} ranks")
+    if config.drafter.name == "oracle" and model.golden is None:
+        raise ConfigError(
+            f"drafter = 'oracle': {model.path.name} holds no golden tokens to know; must be none or ngram"
+        )
+    kv_tokens = config.pages(model.config) * PAGE_ROWS
+    resolved = dataclasses.replace(config, model=str(model.path), kv_tokens=kv_tokens)
+    return Plan(resolved, model.config, model.golden, model.notes)
+
+
+def _file(path: str) -> _Model:
+    with _open(path) as reader:
         if reader.metadata.get("format") != FORMAT:
-            raise ConfigError(f"{path}: format is {reader.metadata.get('format')!r}, must be {FORMAT!r}")
-        model = ModelConfig.from_metadata(reader.metadata, str(path))
-        golden = _golden(reader, model)
-    if config.tp not in model.legal_tp():
-        legal = ", ".join(map(str, model.legal_tp()))
-        raise ConfigError(f"tp = {config.tp}: {path.name} can be split over {legal} ranks")
-    if config.drafter.name == "oracle" and golden is None:
-        raise ConfigError(f"drafter = 'oracle': {path.name} holds no golden tokens to know; must be none or ngram")
-    resolved = dataclasses.replace(config, model=str(path), kv_tokens=config.pages(model) * PAGE_ROWS)
-    return Plan(resolved, model, golden)
+            raise ConfigError(f"{reader.path}: format is {reader.metadata.get('format')!r}, must be {FORMAT!r}")
+        model = ModelConfig.from_metadata(reader.metadata, str(reader.path))
+        return _Model(reader.path, model, model.legal_tp(), _golden(reader, model), ())
+
+
+def _folder(path: Path, config: EngineConfig) -> _Model:
+    with Checkpoint(path) as checkpoint:
+        notes = [f"not loaded: {', '.join(map(str, checkpoint.skipped))}"] if checkpoint.skipped else []
+        legal = checkpoint.legal_tp()
+        if checkpoint.config.quantization is not None and config.tp in legal:
+            notes.append(_memory(checkpoint, config))
+        return _Model(path, checkpoint.model, legal, None, tuple(notes))
+
+
+def _memory(checkpoint: Checkpoint, config: EngineConfig) -> str:
+    """What becomes of quantised weights, and the memory that takes."""
+    each = [weight_bytes(checkpoint, r, config.tp, config.device, config.dtype) for r in range(config.tp)]
+    kept = checkpoint.forms["INT4"] and keeps_int4(config.device, config.dtype)
+    form = "INT4 stays INT4" if kept else f"{' and '.join(checkpoint.quantized)} become {config.dtype}"
+    text = f"weights: {form}, {amount(max(each))} on a rank, {amount(sum(each))} in all"
+    return text if config.device != "cpu" else f"{text}; {amount(_available())} of memory are available"
+
+
+def _available() -> int:
+    """Bytes of memory that processes can have without swapping."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def _check_cuda() -> None:
@@ -69,7 +121,9 @@ def _open(model: str) -> kdtr.Reader:
         return kdtr.Reader(Path(model).absolute())
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"model = {model!r}: must be a KDTR model file: {reason}", "model") from None
+        raise ConfigError(
+            f"model = {model!r}: must be a KDTR model file or a model folder: {reason}", "model"
+        ) from None
 
 
 def _golden(reader: kdtr.Reader, model: ModelConfig) -> Golden | None:

@@ -74,7 +74,7 @@ def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tmp_path / "none": "no such file or directory",
         tmp_path / "loop": "too many levels of symbolic links",
         TINY / "below": "not a directory",
-        tmp_path: "not a regular file",
+        tmp_path: "no such file or directory",
         Path("/dev/null"): "not a regular file",
         tmp_path / ("x" * 300): "file name too long",
     }.items():
@@ -85,7 +85,9 @@ def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)  # root, who may run this, is refused nothing
-    with pytest.raises(ConfigError, match=r"model_tiny\.kdtr': must be a KDTR model file: permission denied"):
+    with pytest.raises(
+        ConfigError, match=r"model_tiny\.kdtr': must be a KDTR model file or a model folder: permission denied"
+    ):
         plan(EngineConfig(str(TINY)))
 
 

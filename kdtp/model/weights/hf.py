@@ -19,6 +19,7 @@ from typing import NoReturn, Self
 import numpy as np
 
 from kdtp.config import ModelConfig
+from kdtp.log import amount
 from kdtp.model.weights import hf_config, hf_table
 from kdtp.model.weights.hf_config import Fp8, HfConfig, Int4
 from kdtp.model.weights.hf_table import Origin
@@ -45,7 +46,7 @@ class Skipped:
     nbytes: int
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.tensors} tensors, {self.nbytes / 1e9:.2f} GB)"
+        return f"{self.what} ({self.tensors} tensors, {amount(self.nbytes)})"
 
 
 class Checkpoint:
@@ -87,6 +88,11 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all shards."""
         return sum(file.size for file in self._files)
+
+    @property
+    def quantized(self) -> list[str]:
+        """Which of FP8 and INT4 there are."""
+        return sorted(self.forms.keys() & {"FP8", "INT4"})
 
     @property
     def forms(self) -> Counter[str]:

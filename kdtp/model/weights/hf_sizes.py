@@ -1,0 +1,30 @@
+"""How much memory the weights of a published model take on a rank. No torch here."""
+
+from __future__ import annotations
+
+import math
+
+from kdtp.model.weights.hf import Checkpoint
+from kdtp.model.weights.hf_config import Int4
+from kdtp.model.weights.table import Param, parameters
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def keeps_int4(device: str, dtype: str) -> bool:
+    """Whether INT4 experts stay as they are: only a GPU's kernels read them, and only with bfloat16."""
+    return device == "cuda" and dtype == "bfloat16"
+
+
+def weight_bytes(checkpoint: Checkpoint, rank: int, size: int, device: str, dtype: str) -> int:
+    """Bytes of one rank's weights, once loaded."""
+    total = 0.0
+    for name, param in parameters(checkpoint.model).items():
+        int4 = all(checkpoint.form(origin) == "int4" for origin in checkpoint.origins[name])
+        each = 0.5 + 2 / Int4.GROUP if int4 and keeps_int4(device, dtype) else _plain(param, dtype)
+        total += math.prod(param.held(rank, size)) * each
+    return round(total)
+
+
+def _plain(param: Param, dtype: str) -> int:
+    return 4 if param.exact else _BYTES[dtype]
