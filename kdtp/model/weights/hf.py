@@ -28,13 +28,10 @@ from kdtp.model.weights.safetensors import CheckpointError, File, Rows, Stored
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PREFIX = "language_model."  # of a wrapped model's text part
 _PLAIN = ("BF16", "F16", "F32")
-_SKIPPED = (  # what a text model has no use for, by its name without prefix
-    (re.compile(r"vision_tower\."), "vision tower"),
-    (re.compile(r"mm_projector\."), "vision projector"),
-    (re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"), "rotary frequencies"),
-)
+# What a text model has no use for, by the start of its name without prefix.
+_VISION = {"vision_tower.": "vision tower", "mm_projector.": "vision projector"}
+_ROTARY = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_MTP = "multi-token prediction"
 
 
 @dataclass(frozen=True)
@@ -218,10 +215,14 @@ class Checkpoint:
         return [Skipped(what, count[what], size[what]) for what in count]
 
     def _skip(self, name: str) -> str | None:
+        """What a tensor that is not loaded belongs to."""
         layer, layers = _LAYER.match(name), self.model.num_hidden_layers
         if layer and layers <= int(layer[1]) < layers + self.config.mtp_layers:
-            return f"{_MTP} layer {layer[1]}"
-        return next((what for pattern, what in _SKIPPED if pattern.match(name)), None)
+            return f"multi-token prediction layer {layer[1]}"
+        if _ROTARY.fullmatch(name):
+            return "rotary frequencies"
+        vision = _VISION if self.config.wrapped else {}
+        return next((what for prefix, what in vision.items() if name.startswith(prefix)), None)
 
 
 def _base(origin: Origin) -> str:

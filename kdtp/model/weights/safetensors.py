@@ -153,7 +153,7 @@ def _tensor(path: Path, name: str, form: Any, start: int) -> Stored:
     if not isinstance(form, dict) or form.keys() != {"dtype", "shape", "data_offsets"}:
         _complain(path, where, "entry", "dtype, shape and data_offsets", str(form)[:100])
     dtype, shape, place = form["dtype"], form["shape"], form["data_offsets"]
-    if dtype not in LAYOUT:
+    if not isinstance(dtype, str) or dtype not in LAYOUT:
         _complain(path, where, "dtype", f"one of {', '.join(LAYOUT)}", str(dtype)[:100])
     for what, numbers, count in (("shape", shape, range(_MOST_DIMS + 1)), ("data_offsets", place, (2,))):
         legal = isinstance(numbers, list) and len(numbers) in count and all(type(n) is int and n >= 0 for n in numbers)
