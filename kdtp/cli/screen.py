@@ -10,9 +10,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kdtp.cli.check import Verdict
 from kdtp.engine.api import Completion
+from kdtp.engine.progress import Meter
 from kdtp.messages import Tokens
-
-_MB = 1e6
 
 
 class Screen:
@@ -29,18 +28,18 @@ class Screen:
             transient=True,
             disable=quiet or not sys.stderr.isatty(),
         )
+        self._meter = Meter()
         self._load = self._bars.add_task("loading ", amount="")
         self._tokens = self._bars.add_task("tokens  ", amount="", total=max_tokens, visible=False, start=False)
         self._announced = quiet or sys.stderr.isatty()
 
     def load(self, done: int, total: int) -> None:
         """Bytes of weights loaded so far, over all ranks."""
-        self._bars.update(
-            self._load, completed=done, total=total or None, amount=f"{done / _MB:.1f}/{total / _MB:.1f} MB"
-        )
+        text = self._meter.text(done, total)
+        self._bars.update(self._load, completed=done, total=total or None, amount=text)
         if total and done == total and not self._announced:
             self._announced = True
-            print(f"loaded {total / _MB:.1f} MB", file=sys.stderr)
+            print(f"loaded {text}", file=sys.stderr)
 
     def tokens(self, index: int, message: Tokens) -> None:
         """Tokens of one round."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kdtp import draft
 from kdtp.engine.coordinator import Coordinator
@@ -13,13 +13,23 @@ from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import Link, LocalLink
 from kdtp.engine.plan import Plan
 from kdtp.engine.worker import Worker
+from kdtp.messages import FromWorker, Progress
 from kdtp.model.comm import Solo
 
 
-def local_link() -> LocalLink:
-    """A worker in this process, the only rank of its engine; it has said hello."""
+def local_link(on_progress: Callable[[int, int], None] = lambda done, total: None) -> LocalLink:
+    """A worker in this process, the only rank of its engine; it has said hello.
+
+    on_progress: told bytes loaded and to load while it loads, when nobody can receive yet.
+    """
     link = LocalLink(0)
-    worker = Worker(0, 1, link.emit, lambda device, timeout: Solo())
+
+    def emit(message: FromWorker, frame: bytes | None) -> None:
+        link.emit(message, frame)
+        if isinstance(message, Progress):
+            on_progress(message.done, message.total)
+
+    worker = Worker(0, 1, emit, lambda device, timeout: Solo())
     link.handle = worker.handle
     worker.hello()
     return link

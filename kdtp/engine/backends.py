@@ -54,7 +54,7 @@ class InProcess:
         from kdtp.engine.assemble import assemble, local_link  # torch, only needed here
 
         self._coordinator: Coordinator
-        self._coordinator, handshake = assemble(plan, [local_link()])
+        self._coordinator, handshake = assemble(plan, [local_link(tell)])
         while not handshake.advance(0.1):
             tell(*handshake.loaded)
         tell(*handshake.loaded)

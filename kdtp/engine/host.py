@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ from kdtp.engine.assemble import assemble, local_link
 from kdtp.engine.coordinator import Event
 from kdtp.engine.link import EngineFault, Link, ZmqLink
 from kdtp.engine.plan import Plan, plan
+from kdtp.engine.progress import LoadLine
 from kdtp.engine.rpc import Server
 from kdtp.engine.scheduler import QueueFull, Request
 from kdtp.log import logger
@@ -39,9 +41,10 @@ class Host:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Bound before anything is loaded, so that clients can see how far loading is.
         self._rpc = Server(self._context, rundir.endpoint(folder, "rpc"))
+        self._line = LoadLine()
         links: list[Link]
         if plan.config.tp == 1:
-            links = [local_link()]
+            links = [local_link(self._tell_progress)]
         else:
             links = [ZmqLink(self._context, folder, rank) for rank in range(plan.config.tp)]
         self._coordinator, self._handshake = assemble(plan, links)
@@ -76,7 +79,9 @@ class Host:
         for client, message in self._rpc.receive():
             self._serve(client, message)
         if self._state == "loading":
-            if self._handshake.advance(_SLICE / 10):
+            ready = self._handshake.advance(_SLICE / 10)
+            self._tell_progress(*self._handshake.loaded)
+            if ready:
                 self._state = "ready"
                 logger.info("ready: %d rank(s), %d KV pages", self._plan.config.tp, self._coordinator.pool.total)
         elif not self._coordinator.idle:
@@ -84,6 +89,10 @@ class Host:
             self._heard = time.monotonic()
         else:
             self._wait()
+
+    def _tell_progress(self, done: int, total: int) -> None:
+        if logger.isEnabledFor(logging.INFO):  # a client that started this quietly draws a line of its own
+            self._line.show(done, total)
 
     def _wait(self) -> None:
         """Idle: until a client speaks or a worker ends; now and then ask every rank for a sign of life."""
