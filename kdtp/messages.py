@@ -10,9 +10,9 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-from kdtp.types import NO_TOKEN, Count, Move, SamplingParams, SeqRows, Token
+from kdtp.types import NO_TOKEN, Count, Logprob, Move, Rule, SamplingParams, SeqRows, Token
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Pid: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
@@ -20,7 +20,22 @@ Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
 # ---------------------------------------------------------------- coordinator -> worker
 
 
-class Forward(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class Begin(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A sequence that has its first forward, or the first since it was released: what holds for all its rows.
+
+    prompt, said: its prompt and the tokens emitted so far, the root last, if its rule counts them; logprobs: how many
+    of the best ids are wanted beside each picked one, -1: no log-probabilities.
+    """
+
+    seq: Count
+    prompt_length: Count
+    rule: Rule
+    prompt: tuple[Token, ...] = ()
+    said: tuple[Token, ...] = ()
+    logprobs: int = -1
+
+
+class Forward(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
     """Run one ragged batch and choose the tokens. Answered by Ids (or Fault) with the same epoch and step.
 
     Without sequences it is a ping: answered, nothing run.
@@ -29,6 +44,7 @@ class Forward(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     epoch: Count
     step: Count
     seqs: tuple[SeqRows, ...]
+    begun: tuple[Begin, ...] = ()
     want_logits: bool = False  # also send the picked rows' logits (used by --check)
 
 
@@ -90,17 +106,19 @@ class Ready(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class Ids(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Tokens chosen by one forward: for each of its SeqRows in order, `pick` ids (NO_TOKEN where the logits hold NaN).
+    """Tokens chosen by one forward: for each of its SeqRows in order, `pick` ids (NO_TOKEN where none can be chosen).
 
     Every rank sends the same ids, so that the coordinator sees ranks that have parted.
 
-    shape: (R, V) of the float32 logits in the frame after this message, only from rank 0 and only if asked.
+    Only from rank 0 and only if asked: logprobs of the picked rows of the sequences that want them, in order; shape:
+    (R, V) of the float32 logits in the frame after this message.
     """
 
     epoch: Count
     step: Count
     rank: Count
     ids: tuple[Annotated[int, Meta(ge=NO_TOKEN, lt=2**31)], ...]
+    logprobs: tuple[Logprob, ...] = ()
     shape: tuple[Count, Count] | None = None
 
 
@@ -166,12 +184,24 @@ class Usage(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tokens(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Newly emitted tokens; `position` is the index of the first among the request's emitted tokens."""
+    """Newly emitted tokens; `position` is the index of the first among the request's emitted tokens.
+
+    logprobs: one for each token, if asked for.
+    """
 
     request: Count
     position: Count
     tokens: tuple[Token, ...]
+    logprobs: tuple[Logprob, ...] = ()
     shape: tuple[Count, Count] | None = None  # (len(tokens), V) of the float32 logits in the next frame, if asked
+
+
+class Scored(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Log-probabilities of prompt tokens, the first of index `position` (at least 1: nothing precedes the first)."""
+
+    request: Count
+    position: Count
+    logprobs: tuple[Logprob, ...]
 
 
 class Finished(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -221,4 +251,4 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     max_positions: Count
 
 
-FromEngine = Tokens | Finished | Failed | Status
+FromEngine = Tokens | Scored | Finished | Failed | Status

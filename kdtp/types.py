@@ -11,7 +11,7 @@ known to be well formed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 PAGE_ROWS = 64  # rows of latent KV in one page, on every rank
 ROOT = -1  # "parent" of node 0
-NO_TOKEN = -1  # in Ids: the row's logits hold NaN, no token can be chosen there
+NO_TOKEN = -1  # instead of an id: the row's logits hold NaN, or its rule allows no id
+MOST_LOGPROBS = 20  # beside the chosen id
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -113,23 +114,60 @@ class Trie:
 Proposal = Marginals | Trie
 
 
-class Rule(Struct, frozen=True, forbid_unknown_fields=True):
-    """How one sequence's tokens are chosen from logits. temperature 0 is argmax; the rest then has no effect."""
+Bias: TypeAlias = tuple[tuple[Token, float], ...]
+TokenIds: TypeAlias = tuple[Token, ...]
 
+
+class Rule(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """How one sequence's tokens are chosen from logits, step by step in the order of the fields.
+
+    allowed: if not empty, no other id; banned: never; held: not at positions below held_until; logit_bias: (id, what
+    is added); repetition_penalty: of ids in prompt or output, presence and frequency penalty: of ids in the output;
+    temperature 0 is argmax, and what follows has no effect then.
+    """
+
+    allowed: TokenIds = ()
+    banned: TokenIds = ()
+    held: TokenIds = ()
+    held_until: Count = 0
+    logit_bias: Bias = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: Seed = 0
 
+    @property
+    def counts(self) -> bool:
+        """Whether the choice depends on how often an id has come."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def edits(self) -> bool:
+        """Whether logits are changed before temperature and filters."""
+        return self.counts or bool(self.allowed or self.banned or self.held or self.logit_bias)
+
+    @property
+    def filters(self) -> bool:
+        """Whether a draw is from a part of the vocabulary."""
+        return self.temperature > 0.0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     """What a request asks for.
 
-    max_tokens: upper bound on emitted tokens; temperature: 0 is greedy (argmax, lowest id among equals), else 1e-5..2;
-    top_k: 0 is off; top_p: (0, 1]; min_p: [0, 1); seed: with it, the text is a function of prompt and seed;
-    stop_tokens: emitted, then the request ends with finish_reason "stop"; ignore_eos: the model's own end tokens
-    do not stop. Raises ValueError naming key, value and what is legal.
+    max_tokens: upper bound on emitted tokens, 0 only with prompt_logprobs; temperature: 0 is greedy (argmax, lowest id
+    among equals), else 1e-5..2; top_k: 0 is off; top_p: (0, 1]; min_p: [0, 1); seed: with it, the text is a function
+    of prompt and seed; stop_tokens: emitted, then the request ends with finish_reason "stop"; ignore_eos: the model's
+    own end tokens do not stop; min_tokens: no stop before that many.
+    repetition_penalty: above 1 against ids of prompt and output; presence_penalty, frequency_penalty: above 0 against
+    ids of the output; logit_bias: by id, -100..100; allowed_tokens: if any, no other id is chosen; banned_tokens.
+    logprobs, prompt_logprobs: of each emitted or prompt token the log-probability under the model's own distribution
+    (before anything above), and of so many of the best beside it; None: not wanted.
+    Raises ValueError naming key, value and what is legal.
     """
 
     max_tokens: int = 128
@@ -138,11 +176,21 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     top_k: int = 0
     min_p: float = 0.0
     seed: Seed = 0
-    stop_tokens: tuple[Token, ...] = ()
+    stop_tokens: TokenIds = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[Token, float] = {}
+    allowed_tokens: TokenIds = ()
+    banned_tokens: TokenIds = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _legal("max_tokens", self.max_tokens, 1 <= self.max_tokens <= 1 << 24, "1..16777216")
+        least = 1 if self.prompt_logprobs is None else 0
+        _legal("max_tokens", self.max_tokens, least <= self.max_tokens <= 1 << 24, f"{least}..16777216")
         # Below 1e-5 logits / temperature could overflow float32.
         legal = self.temperature == 0.0 or 1e-5 <= self.temperature <= 2.0
         _legal("temperature", self.temperature, legal, "0 (greedy) or 1e-5..2")
@@ -151,11 +199,37 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
         _legal("min_p", self.min_p, 0.0 <= self.min_p < 1.0, "at least 0, below 1")
         _legal("seed", self.seed, -(2**63) <= self.seed < 2**63, "a signed 64-bit integer")
         _legal("stop_tokens", self.stop_tokens, len(self.stop_tokens) <= 1024, "at most 1024 ids")
+        _legal("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}")
+        self._check_penalties()
+        for key, best in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            _legal(key, best, best is None or 0 <= best <= MOST_LOGPROBS, f"0..{MOST_LOGPROBS} or None")
 
-    @property
-    def rule(self) -> Rule:
-        """The part of the parameters that decides a token."""
-        return Rule(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+    def _check_penalties(self) -> None:
+        penalty = self.repetition_penalty
+        _legal("repetition_penalty", penalty, 0.01 <= penalty <= 100.0, "0.01..100")
+        for key, value in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            _legal(f"{key}_penalty", value, -2.0 <= value <= 2.0, "-2..2")
+        for token, bias in self.logit_bias.items():
+            _legal(f"logit_bias[{token}]", bias, -100.0 <= bias <= 100.0, "-100..100")
+
+    def rule(self, prompt_length: int, stops: Iterable[int]) -> Rule:
+        """The part of the parameters that decides a token, for a prompt of that length and ids that end the text."""
+        early = self.min_tokens > 0
+        return Rule(
+            allowed=self.allowed_tokens,
+            banned=self.banned_tokens,
+            held=tuple(sorted(stops)) if early else (),
+            held_until=prompt_length + self.min_tokens if early else 0,
+            logit_bias=tuple(self.logit_bias.items()),
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+        )
 
 
 def _legal(key: str, value: object, ok: bool, want: str) -> None:
@@ -163,26 +237,41 @@ def _legal(key: str, value: object, ok: bool, want: str) -> None:
         raise ValueError(f"{key} = {value!r}: must be {want}")
 
 
-class SeqRows(Struct, frozen=True, forbid_unknown_fields=True):
+class SeqRows(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The rows of one sequence in one forward: a prefill chunk, a single token, or a tree to verify.
 
     seq: the sequence; start: tokens of it whose KV is committed, so row i is stored at start + i and has position
-    start + depth(i); tokens, parents [M]: as in Tree (a chunk is a chain); new_pages: appended to its page table
-    before the forward; pick: the last `pick` rows get a token chosen (0: an inner prefill chunk, M: a tree).
+    start + depth(i); tokens, parents [M]: as in Tree (a chunk is a chain); pick: the last `pick` rows get a token
+    chosen (0: an inner prefill chunk, M: a tree); new_pages: appended to its page table before the forward; said:
+    tokens emitted since its last forward, the root last, if its rule counts them; scored: at the first picked rows
+    log-probabilities are of these ids, not of the chosen ones (the prompt's own, where they are wanted).
     """
 
     seq: Count
     start: Count
-    tokens: tuple[Token, ...]
+    tokens: TokenIds
     parents: tuple[int, ...]
     pick: Count
-    rule: Rule
     new_pages: tuple[Count, ...] = ()
+    said: TokenIds = ()
+    scored: TokenIds = ()
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents) or self.pick > len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.parents)} parents, pick {self.pick}")
+        if len(self.scored) > self.pick:
+            raise ValueError(f"{len(self.scored)} scored ids at {self.pick} picked rows")
         check_parents(self.parents)
+
+
+class Logprob(Struct, frozen=True, array_like=True):
+    """One id under the model's own distribution at a row: its log-probability and rank (1 is the best, ties by id),
+    and the best ids with theirs, as many as were asked for."""
+
+    token: int
+    logprob: float
+    rank: int
+    best: tuple[tuple[int, float], ...]
 
 
 class Move(Struct, frozen=True, forbid_unknown_fields=True):

@@ -65,6 +65,7 @@ class Request:
             raise ValueError(f"prompt of {len(prompt)} tokens: must be 1..{self.longest}")
         self.model, self.max_tokens, self.rule, self.stop, self.draft = model, max_tokens, rule, stop, draft
         self.cache = Cache(model.config, self.longest + draft.budget)
+        self.prompt = tuple(prompt)
         self.known = list(prompt)
         self.out = Generation(drafted_by_depth=[0] * (draft.block - 1), accepted_by_depth=[0] * (draft.block - 1))
 
@@ -74,7 +75,18 @@ class Request:
         positions = mask.positions(start, tree.parents)
         logits = self.model.forward_tokens(tree.tokens, positions, mask.dense(start, tree.parents), self.cache)
         self.out.forwards += 1
-        return [choose(row, at + 1, self.rule) for row, at in zip(logits, positions, strict=True)], logits
+        texts = self.emitted_at(tree)
+        rows = zip(logits, positions, texts, strict=True)
+        return [choose(row, at + 1, self.rule, self.prompt, text) for row, at, text in rows], logits
+
+    def emitted_at(self, tree: Tree) -> list[tuple[int, ...]]:
+        """What will have been emitted when the walk stands at a node: for the prompt's own rows nothing."""
+        if not self.out.tokens:
+            return [()] * len(tree.tokens)
+        texts: list[tuple[int, ...]] = []
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            texts.append(tuple(self.out.tokens) if parent < 0 else (*texts[parent], token))
+        return texts
 
     def prefill(self) -> None:
         """Run the prompt, a chain, and emit the first token."""

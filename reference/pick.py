@@ -7,9 +7,10 @@ a depth is walked, so a sampled tree gives the tokens of sampled plain decoding,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+
+from reference.rules import GREEDY, Rule, edited
 
 PHILOX_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
 PHILOX_WEYL = np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
@@ -17,22 +18,14 @@ LOW = np.uint64(0xFFFFFFFF)
 WORD = np.uint64(32)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How tokens are chosen. temperature 0 is argmax; top_k 0, top_p 1 and min_p 0 are off."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+__all__ = ["GREEDY", "Rule", "choose"]
 
 
-GREEDY = Rule()
-
-
-def choose(logits: np.ndarray, position: int, rule: Rule) -> int:
-    """The token that stands at `position` (one after the row's own), given the row's float32 logits [V]."""
+def choose(
+    logits: np.ndarray, position: int, rule: Rule, prompt: Sequence[int] = (), emitted: Sequence[int] = ()
+) -> int:
+    """The token at `position` (one after the row's own), given the row's float32 logits [V] and the text."""
+    logits = edited(logits, rule, prompt, emitted)
     return argmax(logits) if rule.temperature == 0 else sample(logits, position, rule)
 
 

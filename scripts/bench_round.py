@@ -40,7 +40,7 @@ from kdtp.engine.coordinator import Coordinator  # noqa: E402
 from kdtp.engine.fleet import Fleet  # noqa: E402
 from kdtp.engine.handshake import Handshake  # noqa: E402
 from kdtp.engine.link import Link, ZmqLink  # noqa: E402
-from kdtp.engine.scheduler import Request  # noqa: E402
+from kdtp.engine.request import Request  # noqa: E402
 from kdtp.messages import Forward, ToWorker  # noqa: E402
 from kdtp.model.comm import Solo  # noqa: E402
 from kdtp.spec import pick  # noqa: E402
@@ -111,7 +111,8 @@ class Track:
         self._stub = StubShard(Solo())
         drafter = draft.make(case.config, {prompt: rest}, VOCAB)
         self._coordinator = Coordinator(dataclasses.replace(config, drafter=case.config), MODEL, fleet, drafter)
-        params = SamplingParams(MODEL.max_position_embeddings - PROMPT, seed=TOGETHER if case.together else 0)
+        params = SamplingParams(MODEL.max_position_embeddings - PROMPT)
+        first_id += TOGETHER if case.together else 0
         self._requests = [Request(first_id + i, prompt, params) for i in range(case.batch)]
         for request in self._requests:
             self._coordinator.submit(request)

@@ -19,7 +19,7 @@ from kdtp.model.comm import Comm, Solo
 from kdtp.types import SeqRows, depths
 
 VOCAB = 512
-TOGETHER = 1
+TOGETHER = 1 << 40  # ids of sequences from here on
 LENGTH = 1 << 14  # tokens of text
 MODEL = ModelConfig(
     vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, first_k_dense_replace=1, num_attention_heads=4,
@@ -42,7 +42,7 @@ class StubShard:
     """What Worker asks of a Shard. The token chosen at a row is the text's at the next position.
 
     Every rank knows the whole vocabulary and chooses alone, so that a round is free of collectives, unless the first
-    sequence has the seed TOGETHER: then a rank has its part of the vocabulary, and they choose as ranks of a model do.
+    sequence's id is TOGETHER or above: then a rank has its part of the vocabulary, and they choose as a model's ranks.
     """
 
     model_hash = "stub"
@@ -51,6 +51,7 @@ class StubShard:
         self.comm: Comm = Solo()
         self.vocab_start = 0
         self.config = MODEL
+        self.device = torch.device("cpu")
         self._ranks = comm
         self._logits = torch.eye(VOCAB)
         self._text = torch.tensor(text())
@@ -62,7 +63,7 @@ class StubShard:
 
     def forward_tokens(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
         """Logits [R, VOCAB] of the picked rows, [R, VOCAB / size] if chosen together."""
-        self.comm = self._ranks if seqs[0].rule.seed == TOGETHER else Solo()
+        self.comm = self._ranks if seqs[0].seq >= TOGETHER else Solo()
         width = VOCAB // self.comm.size
         self.vocab_start = self.comm.rank * width
         places = [seq.start + 1 + depth for seq in seqs for depth in depths(seq.parents)[len(seq.tokens) - seq.pick :]]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kdtp.config import ModelConfig
 from kdtp.engine.link import LocalLink
-from kdtp.messages import Commit, Forward, Hello, Ids, Ready, Shutdown, ToWorker, Welcome
+from kdtp.messages import PROTOCOL_VERSION, Commit, Forward, Hello, Ids, Ready, Shutdown, ToWorker, Welcome
 from kdtp.types import PAGE_ROWS
 from kdtp.version import __version__
 
@@ -55,7 +55,7 @@ class FakeWorker:
         self.forwards = 0
         self.moved = 0
         link.handle = self.handle
-        link.emit(Hello(1, __version__, rank, size, 1))
+        link.emit(Hello(PROTOCOL_VERSION, __version__, rank, size, 1))
 
     def handle(self, message: ToWorker) -> None:
         match message:

@@ -22,9 +22,9 @@ from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import Link, ZmqLink
 from kdtp.engine.plan import plan
-from kdtp.engine.scheduler import Request
-from kdtp.messages import Finished, Tokens, Usage
-from kdtp.types import SamplingParams
+from kdtp.engine.request import Request
+from kdtp.messages import Finished, Scored, Tokens, Usage
+from kdtp.types import Logprob, SamplingParams
 
 NONE = DrafterConfig("none")
 
@@ -37,6 +37,8 @@ class Done:
     usage: Usage
     reason: str
     logits: np.ndarray
+    logprobs: list[Logprob]
+    scored: list[Logprob]
 
 
 class Harness:
@@ -84,6 +86,8 @@ class Harness:
             coordinator.submit(Request(i, tuple(prompt), p, True, True))
         tokens: list[list[int]] = [[] for _ in prompts]
         rows: list[list[bytes]] = [[] for _ in prompts]
+        logprobs: list[list[Logprob]] = [[] for _ in prompts]
+        scored: list[list[Logprob]] = [[] for _ in prompts]
         ends: dict[int, Finished] = {}
         while not coordinator.idle:
             for event in coordinator.step():
@@ -93,11 +97,19 @@ class Harness:
                     assert message.position == len(tokens[message.request])
                     tokens[message.request] += message.tokens
                     rows[message.request].append(event.logits or b"")
+                    logprobs[message.request] += message.logprobs
+                elif isinstance(message, Scored):
+                    assert message.position == len(scored[message.request]) + 1 and not tokens[message.request]
+                    scored[message.request] += message.logprobs
                 else:
                     assert isinstance(message, Finished), message
                     ends[message.request] = message
         assert coordinator.pool.free == coordinator.pool.total
-        return [Done(tokens[i], ends[i].usage, ends[i].reason, self._logits(rows[i])) for i in range(len(prompts))]
+        found = zip(tokens, rows, logprobs, scored, strict=True)
+        return [
+            Done(text, ends[i].usage, ends[i].reason, self._logits(raw), told, prompt)
+            for i, (text, raw, told, prompt) in enumerate(found)
+        ]
 
     def _logits(self, rows: list[bytes]) -> np.ndarray:
         return np.frombuffer(b"".join(rows), np.float32).reshape(-1, self.plan.model.vocab_size)

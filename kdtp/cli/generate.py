@@ -13,8 +13,9 @@ from kdtp.cli.flags import add_engine_flags, engine_config
 from kdtp.cli.screen import Screen, report
 from kdtp.engine.api import Engine, describe
 from kdtp.engine.plan import Golden, Plan, plan
+from kdtp.engine.request import Request
 from kdtp.engine.rpc import EngineDead
-from kdtp.engine.scheduler import Request, check_request
+from kdtp.engine.scheduler import check_request
 from kdtp.types import SamplingParams
 
 EXIT_MISMATCH = 1

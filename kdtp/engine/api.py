@@ -15,19 +15,24 @@ from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.engine.backends import Backend, Closed, Group, InProcess, OnProgress
 from kdtp.engine.plan import Plan, plan
 from kdtp.engine.rpc import EngineBusy, EngineDead, Reply
-from kdtp.messages import Failed, Finished, FromEngine, Tokens, Usage
-from kdtp.types import SamplingParams
+from kdtp.messages import Failed, Finished, FromEngine, Scored, Tokens, Usage
+from kdtp.types import Logprob, SamplingParams
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished request: emitted token ids, why it ended ("stop", "length"), its cost, logits [T, V] if asked."""
+    """One finished request: emitted token ids, why it ended ("stop", "length"), its cost, and what was asked for.
+
+    logits [T, V]; logprobs: one for each emitted token; prompt_logprobs: one for each prompt token but the first.
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     finish_reason: str
     usage: Usage
     logits: NDArray[np.float32] | None = None
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] = ()
 
 
 class Engine:
@@ -108,16 +113,19 @@ class Engine:
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams | None = None, speculate: bool = True
-    ) -> Iterator[Tokens | Finished]:
-        """Complete one prompt: Tokens as they are decided (several at once), then Finished. Leaving early cancels."""
+    ) -> Iterator[Tokens | Scored | Finished]:
+        """Complete one prompt: Tokens as they are decided (several at once), then Finished. Leaving early cancels.
+
+        Scored: the prompt's log-probabilities, if asked for, part by part before the first Tokens.
+        """
         label = self._backend.submit(prompt, params or SamplingParams(), speculate, False)
         finished = False
         try:
             while not finished:
                 for _, message, _ in self._backend.wait([label]):
-                    finished = not isinstance(message, Tokens)
+                    finished = not isinstance(message, Tokens | Scored)
                     _raise_if_failed(message)
-                    assert isinstance(message, Tokens | Finished)
+                    assert isinstance(message, Tokens | Scored | Finished)
                     yield message
         finally:
             if not finished:
@@ -143,15 +151,20 @@ def _raise_if_failed(message: FromEngine) -> None:
 
 def _completion(prompt: Sequence[int], replies: Sequence[Reply]) -> Completion:
     tokens: list[int] = []
+    logprobs: dict[type, list[Logprob]] = {Tokens: [], Scored: []}
     rows: list[NDArray[np.float32]] = []
     for message, frame in replies:
+        if isinstance(message, Tokens | Scored):
+            logprobs[type(message)] += message.logprobs
         if isinstance(message, Tokens):
             tokens += message.tokens
             if frame is not None and message.shape is not None:
                 rows.append(np.frombuffer(frame, np.float32).reshape(message.shape))
     last = replies[-1][0]
     assert isinstance(last, Finished)
-    return Completion(tuple(prompt), tuple(tokens), last.reason, last.usage, np.concatenate(rows) if rows else None)
+    logits = np.concatenate(rows) if rows else None
+    told, scored = tuple(logprobs[Tokens]), tuple(logprobs[Scored])
+    return Completion(tuple(prompt), tuple(tokens), last.reason, last.usage, logits, told, scored)
 
 
 def describe(completion: Completion) -> dict[str, Any]:

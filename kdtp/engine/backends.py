@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from kdtp.engine import rundir
 from kdtp.engine.plan import Plan
+from kdtp.engine.request import Request
 from kdtp.engine.rpc import Client, EngineBusy, EngineDead, Labelled, Reply
-from kdtp.engine.scheduler import QueueFull, Request
-from kdtp.messages import Tokens
+from kdtp.engine.scheduler import QueueFull
+from kdtp.messages import Failed, Finished
 from kdtp.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class InProcess:
     def _take(self, request: int) -> list[Reply]:
         replies = list(self._events[request])
         self._events[request].clear()
-        if replies and not isinstance(replies[-1][0], Tokens):
+        if replies and isinstance(replies[-1][0], Finished | Failed):
             del self._events[request]
         return replies
 

@@ -6,45 +6,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from kdtp.config import EngineConfig, ModelConfig
 from kdtp.draft.base import Ask, Drafter
 from kdtp.engine.fleet import Fleet
+from kdtp.engine.outcome import Event, Outcome, Picked, parts
 from kdtp.engine.pages import PagePool
-from kdtp.engine.scheduler import Request, Scheduler
+from kdtp.engine.request import Request
+from kdtp.engine.scheduler import Scheduler
 from kdtp.log import logger
-from kdtp.messages import Failed, Finished, Tokens
+from kdtp.messages import Failed, Finished
 from kdtp.spec import accept, tree
-from kdtp.types import NO_TOKEN, ROOT, Move, Proposal, SeqRows, Tree, depths
+from kdtp.types import NO_TOKEN, ROOT, Move, Proposal, SeqRows, TokenIds, Tree, depths
 
-_BYTES = 4  # of a float32 logit
 _ALARM_ROUNDS = 200
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something to tell the client of a request; `logits` are raw float32 bytes, if it asked for them."""
-
-    message: Tokens | Finished | Failed
-    logits: bytes | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one step did to one request. `at`: the picked rows that chose each emitted token; `move`: rows to keep."""
-
-    request: Request
-    emitted: list[int]
-    at: list[int]
-    move: Move | None
-    reason: str | None
-    broken: bool
-
-    @property
-    def ended(self) -> bool:
-        """Whether this was the request's last step."""
-        return self.broken or self.reason is not None
+_MOST_LOGITS = 1 << 24  # of prompt rows that are scored at once: 64 MiB
 
 
 class Coordinator:
@@ -60,6 +36,8 @@ class Coordinator:
         self.fleet = fleet
         self.drafter = drafter
         self.pool = PagePool(config.pages(model))
+        # Scoring a row takes memory for the logits of the whole vocabulary.
+        self._most_scored = max(1, _MOST_LOGITS // model.vocab_size)
         self.scheduler = Scheduler(config, model, self.pool)
         self.counters: Counter[str] = Counter()
         self._spent: dict[str, float] = {}
@@ -102,12 +80,14 @@ class Coordinator:
         self._spent = {}
         with self._stage("draft"):
             proposals = self._propose(batch)
+        begun = [request.begin() for request in batch if not request.pages_sent]
         with self._stage("build"):
             rows = [self._rows(request, proposals.get(request.id)) for request in batch]
         with self._stage("verify"):
-            ids, logits = self.fleet.forward(rows, any(request.want_logits for request in batch))
+            answer, logits = self.fleet.forward(rows, begun, any(request.want_logits for request in batch))
         with self._stage("accept"):
-            outcomes = self._settle_all(batch, rows, ids)
+            answers = zip(batch, rows, parts(batch, rows, answer), strict=True)
+            outcomes = [self._settle(request, r, picked) for request, r, picked in answers]
         with self._stage("commit"):
             ended = [o.request for o in outcomes if o.ended]
             self._commit([o.move for o in outcomes if o.move and not o.ended], ended)
@@ -115,7 +95,7 @@ class Coordinator:
                 if not outcome.ended:
                     self._absorb(outcome)
         self._book(batch, prefilling)
-        return [event for outcome in outcomes for event in self._events(outcome, logits)]
+        return [event for outcome in outcomes for event in outcome.events(logits, self.model.vocab_size)]
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -138,11 +118,18 @@ class Coordinator:
     def _rows(self, request: Request, proposal: Proposal | None) -> SeqRows:
         """What this request runs: the next chunk of its prompt, or the tree grown from its root."""
         if request.prefilling:
-            chunk = request.prompt[request.start : request.start + self.config.prefill_chunk]
-            last = request.start + len(chunk) == len(request.prompt)
-            return self._seq_rows(request, chunk, tuple(range(ROOT, len(chunk) - 1)), int(last))
+            return self._chunk(request)
         grown = self._grow(request, proposal)
         return self._seq_rows(request, grown.tokens, grown.parents, len(grown))
+
+    def _chunk(self, request: Request) -> SeqRows:
+        scores = request.params.prompt_logprobs is not None
+        size = min(self.config.prefill_chunk, self._most_scored) if scores else self.config.prefill_chunk
+        chunk = request.prompt[request.start : request.start + size]
+        end = request.start + len(chunk)
+        pick = len(chunk) if scores else int(end == len(request.prompt))
+        scored = request.prompt[request.start + 1 : end + 1] if scores else ()
+        return self._seq_rows(request, chunk, tuple(range(ROOT, len(chunk) - 1)), pick, scored)
 
     def _grow(self, request: Request, proposal: Proposal | None) -> Tree:
         root = request.tokens[-1]
@@ -151,29 +138,26 @@ class Coordinator:
         build = tree.chain if self.config.drafter.shape == "chain" else tree.build
         return build(proposal, root, self.config.drafter.budget, self._room(request))
 
-    def _seq_rows(self, request: Request, tokens: tuple[int, ...], parents: tuple[int, ...], pick: int) -> SeqRows:
+    def _seq_rows(
+        self, request: Request, tokens: TokenIds, parents: tuple[int, ...], pick: int, scored: TokenIds = ()
+    ) -> SeqRows:
         pages = () if request.pages_sent else request.pages
         request.pages_sent = True
-        return SeqRows(request.id, request.start, tokens, parents, pick, request.params.rule, pages)
+        return SeqRows(request.id, request.start, tokens, parents, pick, pages, request.tell(), scored)
 
     # ------------------------------------------------------------------ what came of it
 
-    def _settle_all(self, batch: Sequence[Request], rows: Sequence[SeqRows], ids: Sequence[int]) -> list[Outcome]:
-        outcomes, first = [], 0
-        for request, r in zip(batch, rows, strict=True):
-            outcomes.append(self._settle(request, r, ids[first : first + r.pick], first))
-            first += r.pick
-        return outcomes
-
-    def _settle(self, request: Request, rows: SeqRows, chosen: Sequence[int], first: int) -> Outcome:
-        """Walk the request's tree and emit; `first` is the place of its first picked row in the step's answer."""
+    def _settle(self, request: Request, rows: SeqRows, picked: Picked) -> Outcome:
+        """Walk the request's tree and emit."""
         start = request.start
         if request.prefilling:
-            kept, new, at = tuple(range(len(rows.tokens))), list(chosen), [first]
+            kept = tuple(range(len(rows.tokens)))
+            last = start + len(kept) == len(request.prompt)
+            new, at = list(picked.ids[-1:] if last else ()), [rows.pick - 1]
         else:
-            path = accept.walk(rows, chosen)
+            path = accept.walk(rows, picked.ids)
             kept, new = path.rows, [rows.tokens[row] for row in path.rows[1:]] + [path.bonus]
-            at = [first + row for row in kept]
+            at = list(kept)
         request.start += len(kept)
         request.forwards += 1
         broken = NO_TOKEN in new
@@ -181,7 +165,9 @@ class Coordinator:
         if start >= len(request.prompt):
             self._count(request, max(depths(rows.parents)), min(len(kept) - 1, len(emitted)))
         move = Move(rows.seq, start, kept) if kept != tuple(range(len(kept))) else None
-        return Outcome(request, emitted, at[: len(emitted)], move, reason, broken and reason is None)
+        at = at[: len(emitted)]
+        broken = broken and reason is None
+        return Outcome(request, start, picked, emitted, at, move, len(rows.scored), reason, broken)
 
     def _count(self, request: Request, depth: int, matched: int) -> None:
         request.count_round(depth, matched)
@@ -217,18 +203,3 @@ class Coordinator:
             else:
                 for stage, seconds in self._spent.items():
                     request.seconds[stage] += seconds
-
-    def _events(self, outcome: Outcome, logits: bytes | None) -> Iterator[Event]:
-        request, emitted = outcome.request, outcome.emitted
-        if emitted:
-            shape, raw = None, None
-            if request.want_logits and logits is not None:
-                row = self.model.vocab_size * _BYTES
-                raw = b"".join(logits[i * row : (i + 1) * row] for i in outcome.at)
-                shape = (len(emitted), self.model.vocab_size)
-            yield Event(Tokens(request.id, len(request.tokens) - len(emitted), tuple(emitted), shape), raw)
-        if outcome.broken:
-            text = f"the model's logits hold NaN at position {request.start}, after {len(request.tokens)} tokens"
-            yield Event(Failed(request.id, "engine", text))
-        elif outcome.reason is not None:
-            yield Event(Finished(request.id, outcome.reason, request.usage()))

@@ -11,7 +11,7 @@ import zmq
 
 from kdtp.engine.link import EngineFault, Link, LocalLink, ZmqLink
 from kdtp.log import logger
-from kdtp.messages import Commit, Fault, Forward, FromWorker, Hello, Ids, Shutdown, ToWorker
+from kdtp.messages import Begin, Commit, Fault, Forward, FromWorker, Hello, Ids, Shutdown, ToWorker
 from kdtp.types import Move, SeqRows
 
 Arrival = tuple[Link, FromWorker, bytes | None]
@@ -38,7 +38,9 @@ class Fleet:
         for link in self._remote:
             self._poller.register(link.socket, zmq.POLLIN)
 
-    def forward(self, seqs: Sequence[SeqRows], want_logits: bool = False) -> tuple[tuple[int, ...], bytes | None]:
+    def forward(
+        self, seqs: Sequence[SeqRows], begun: Sequence[Begin] = (), want_logits: bool = False
+    ) -> tuple[Ids, bytes | None]:
         """One step on all ranks: an id for each picked row, and the float32 logits [R, V] of these rows if wanted.
 
         EngineFault when a rank dies, fails, stays silent past the deadline, or chose other ids than rank 0. Without
@@ -50,12 +52,12 @@ class Fleet:
         rows = sum(len(s.tokens) for s in seqs)
         timeout = max(self._step_timeout, 10 * self._seconds_per_row * rows)
         started = time.monotonic()
-        self.send(Forward(self.epoch, self.step, tuple(seqs), want_logits))
+        self.send(Forward(self.epoch, self.step, tuple(seqs), tuple(begun), want_logits))
         answers = self._gather(started + timeout)
         self._check(answers, sum(s.pick for s in seqs), want_logits)
         if rows:
             self._seconds_per_row += 0.1 * ((time.monotonic() - started) / rows - self._seconds_per_row)
-        return answers[0][0].ids, answers[0][1]
+        return answers[0]
 
     def commit(self, moves: Sequence[Move], released: Sequence[int]) -> None:
         """Tell all ranks which rows of the last step to keep and which sequences to forget. Not answered.

@@ -18,14 +18,15 @@ from kdtp import log
 from kdtp.config import EngineConfig, build
 from kdtp.engine import guard, rundir
 from kdtp.engine.assemble import assemble, local_link
-from kdtp.engine.coordinator import Event
 from kdtp.engine.link import EngineFault, Link, ZmqLink
+from kdtp.engine.outcome import Event
 from kdtp.engine.plan import Plan, plan
 from kdtp.engine.progress import LoadLine
+from kdtp.engine.request import Request
 from kdtp.engine.rpc import Server
-from kdtp.engine.scheduler import QueueFull, Request
+from kdtp.engine.scheduler import QueueFull
 from kdtp.log import logger
-from kdtp.messages import Cancel, Failed, Finished, ShutdownQuery, Status, StatusQuery, Submit, ToEngine, Tokens
+from kdtp.messages import Cancel, Failed, Finished, FromEngine, ShutdownQuery, Status, StatusQuery, Submit, ToEngine
 from kdtp.version import __version__
 
 EXIT_FAULT = 70  # a rank died, hung, diverged or failed
@@ -194,7 +195,7 @@ class Host:
         self._context.term()
 
 
-def _relabel(message: Tokens | Finished | Failed, label: int) -> Tokens | Finished | Failed:
+def _relabel(message: FromEngine, label: int) -> FromEngine:
     return msgspec.structs.replace(message, request=label)
 
 

@@ -19,6 +19,7 @@ import zmq
 from kdtp import log
 from kdtp.config import EngineConfig, build, digest
 from kdtp.engine import guard, rundir
+from kdtp.engine.choose import Chooser
 from kdtp.engine.link import tune
 from kdtp.log import logger
 from kdtp.messages import (
@@ -38,8 +39,7 @@ from kdtp.messages import (
 from kdtp.model import comm as comms
 from kdtp.model.comm import Comm
 from kdtp.model.shard import Shard
-from kdtp.spec import pick
-from kdtp.types import PAGE_ROWS, SeqRows, depths
+from kdtp.types import PAGE_ROWS, Logprob
 from kdtp.version import __version__
 
 WELCOME_TIMEOUT = 60.0  # seconds between hello and welcome
@@ -67,6 +67,7 @@ class Worker:
         self._epoch = 0
         self._step = 0
         self._shard: Shard | None = None
+        self._chooser: Chooser | None = None
 
     def hello(self) -> None:
         """Say who this is."""
@@ -83,6 +84,7 @@ class Worker:
             case Commit() if self._is_next(message.epoch, message.step, self._step):
                 self.shard.commit(message.moves)
                 self.shard.release(message.released)
+                self.chooser.release(message.released)
             case Shutdown():
                 self._shutdown(message.reason)
 
@@ -91,6 +93,12 @@ class Worker:
         """The loaded shard."""
         assert self._shard is not None, "a step before the model was loaded"
         return self._shard
+
+    @property
+    def chooser(self) -> Chooser:
+        """What chooses tokens from the shard's logits."""
+        assert self._chooser is not None, "a step before the model was loaded"
+        return self._chooser
 
     def _is_next(self, epoch: int, step: int, want: int) -> bool:
         if (epoch, step) == (self._epoch, want):
@@ -109,6 +117,7 @@ class Worker:
         pages = config.kv_tokens // PAGE_ROWS
         device = _device(config.device, self.rank)
         self._shard = Shard.load(config.model, comm, config.dtype, pages, self._progress, device)
+        self._chooser = Chooser(self._shard)
         if not config.threads and self._shard.config.hidden_size >= _WIDE:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
         comm.all_reduce(torch.zeros(1, device=device))
@@ -126,36 +135,16 @@ class Worker:
     def _forward(self, message: Forward) -> None:
         ids: list[int] = []
         frame, shape = None, None
+        wanted: list[Logprob] = []
         if message.seqs:
+            self.chooser.begin(message.begun)
             logits = self.shard.forward_tokens(message.seqs)
-            ids = self._pick(logits, message.seqs)
             if message.want_logits:
-                full = self._full(logits)
+                full = self.chooser.full(logits)
                 if self.rank == 0:
                     frame, shape = full.cpu().numpy().tobytes(), (full.shape[0], full.shape[1])
-        self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), shape), frame)
-
-    def _pick(self, logits: torch.Tensor, seqs: Sequence[SeqRows]) -> list[int]:
-        """One id per picked row of this rank's vocabulary shard [R, V/N]; the same on every rank."""
-        if all(seq.rule.temperature == 0.0 for seq in seqs):
-            return self._argmax(logits).tolist()
-        rules = [seq.rule for seq in seqs for _ in range(seq.pick)]
-        positions = [p + 1 for seq in seqs for p in _positions(seq)[len(seq.tokens) - seq.pick :]]
-        return pick.sample(self._full(logits), positions, rules).tolist()
-
-    def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        comm = self.shard.comm
-        if comm.size == 1:
-            return pick.argmax(logits)
-        values, ids = pick.local_argmax(logits, self.shard.vocab_start)
-        # One collective for both: float64 holds either exactly.
-        best = comm.all_gather(torch.stack([values.double(), ids.double()]))
-        return pick.merge_argmax(best[:, 0], best[:, 1].long())
-
-    def _full(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the whole vocabulary, [R, V] float32, from every rank's shard."""
-        shards = self.shard.comm.all_gather(logits)
-        return torch.cat(list(shards), dim=1)[:, : self.shard.config.vocab_size].contiguous()
+            ids, wanted = self.chooser.choose(logits, message.seqs)
+        self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), tuple(wanted), shape), frame)
 
     def _shutdown(self, reason: str) -> None:
         if self._shard is None:
@@ -186,10 +175,6 @@ def _prepare_gpu(shard: Shard, config: EngineConfig) -> None:
     sizes = [f"{size / 2**30:.2f} GiB" for size in (weights, pages, before - free, free, total)]
     text = "GPU memory: weights %s, %d KV pages %s, %d graphs %s; %s of %s are free"
     logger.info(text, sizes[0], shard.cache.pages, sizes[1], shard.graphs, *sizes[2:])
-
-
-def _positions(seq: SeqRows) -> list[int]:
-    return [seq.start + depth for depth in depths(seq.parents)]
 
 
 class Socket:

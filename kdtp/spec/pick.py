@@ -1,4 +1,4 @@
-"""The one way a token is chosen from logits, on every path: prefill, plain decoding, chain and tree.
+"""The one way a token is chosen from logits that its rule has edited: prefill, plain decoding, chain and tree.
 
 Greedy is a real argmax, the lowest id among equal maxima. Sampling is argmax(logit / T + noise) over the ids that the
 filters keep, with Gumbel noise that is a function of (request seed, absolute position of the token, token id). What is
@@ -63,18 +63,34 @@ def sample(logits: torch.Tensor, positions: Sequence[int], rules: Sequence[Rule]
 
 
 def _draw(logits: torch.Tensor, positions: Sequence[int], rules: Sequence[Rule]) -> torch.Tensor:
-    temperature = torch.tensor([rule.temperature for rule in rules], dtype=torch.float32, device=logits.device)
-    kept = _filter(logits / temperature[:, None], rules)
+    return argmax(_noisy(_filter(_heated(logits, rules), rules), positions, rules, 0))
+
+
+def draw_scores(logits: torch.Tensor, positions: Sequence[int], rules: Sequence[Rule], first: int) -> torch.Tensor:
+    """Float32 [R, n] whose `argmax` over all shards is the draw, for rules with a temperature and no filters.
+
+    logits: of the ids first .. first + n - 1. A filter would have to see the whole vocabulary.
+    """
+    return _noisy(_heated(logits, rules), positions, rules, first)
+
+
+def _heated(logits: torch.Tensor, rules: Sequence[Rule]) -> torch.Tensor:
+    return (
+        logits / torch.tensor([rule.temperature for rule in rules], dtype=torch.float32, device=logits.device)[:, None]
+    )
+
+
+def _noisy(logits: torch.Tensor, positions: Sequence[int], rules: Sequence[Rule], first: int) -> torch.Tensor:
     # Siblings, and all nodes of one depth, share their noise: make it once.
     keys = [(rule.seed, position) for rule, position in zip(rules, positions, strict=True)]
     index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    noise = _gumbel(list(index), logits.shape[1], logits.device)
-    return argmax(kept + noise[[index[key] for key in keys]])
+    noise = _gumbel(list(index), range(first, first + logits.shape[1]), logits.device)
+    return logits + noise[[index[key] for key in keys]]
 
 
 def _filter(logits: torch.Tensor, rules: Sequence[Rule]) -> torch.Tensor:
     """float32 [R, V], already divided by the temperature, with what the filters drop at -inf."""
-    if all(rule.top_k == 0 and rule.top_p == 1.0 and rule.min_p == 0.0 for rule in rules):
+    if not any(rule.filters for rule in rules):
         return logits
     size = logits.shape[1]
 
@@ -99,16 +115,17 @@ def gumbel(seed: int, position: int, n: int) -> torch.Tensor:
     Philox4x32-10 with key = seed mod 2^64 (low word, high word), counter = (id // 4, position low, position high, 0),
     lane = id % 4; u = (x + 0.5) 2^-32; -log(-log(u)) in float64, then rounded.
     """
-    return _gumbel([(seed, position)], n, torch.device("cpu"))[0]
+    return _gumbel([(seed, position)], range(n), torch.device("cpu"))[0]
 
 
-def _gumbel(keys: Sequence[tuple[int, int]], n: int, device: torch.device) -> torch.Tensor:
-    """`gumbel` for several (seed, position): float32 [len(keys), n]."""
+def _gumbel(keys: Sequence[tuple[int, int]], ids: range, device: torch.device) -> torch.Tensor:
+    """`gumbel` for several (seed, position), of these ids alone: float32 [len(keys), len(ids)]."""
     words = [[seed & _WORD, seed >> 32 & _WORD, position & _WORD, position >> 32] for seed, position in keys]
     key_low, key_high, low, high = torch.tensor(words, device=device).T[:, :, None]
-    block = torch.arange((n + 3) // 4, device=device)[None]
+    block = torch.arange(ids.start // 4, (ids.stop + 3) // 4, device=device)[None]
     lanes = philox((block, low, high, torch.zeros_like(low)), (key_low, key_high))
-    x = torch.stack(lanes, dim=2).flatten(1)[:, :n]
+    before = ids.start % 4
+    x = torch.stack(lanes, dim=2).flatten(1)[:, before : before + len(ids)]
     u = (x.double() + 0.5) * 2.0**-32
     return -(-u.log()).log().float()
 

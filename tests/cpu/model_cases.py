@@ -14,7 +14,7 @@ from kdtp.model.comm import Solo, sum_in_order
 from kdtp.model.shard import Shard
 from kdtp.model.weights import kdtr
 from kdtp.model.weights.load import Weights, open_model
-from kdtp.types import Move, Rule, SeqRows
+from kdtp.types import Move, SeqRows
 from reference.config import to_metadata
 from reference.weights import random_weights
 
@@ -83,7 +83,7 @@ class Ranks:
         new = [self._free.pop() for _ in range(-(-(start + len(tokens)) // 64) - len(mine))]
         mine += new
         pick = len(tokens) if pick is None else pick
-        return SeqRows(seq, start, tuple(map(int, tokens)), parents, pick, Rule(), tuple(new))
+        return SeqRows(seq, start, tuple(map(int, tokens)), parents, pick, tuple(new))
 
     def forward(self, *seqs):
         """Logits of the picked rows over the whole vocabulary, [R, V]."""

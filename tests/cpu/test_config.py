@@ -97,6 +97,12 @@ LEGAL: dict[type, tuple[dict[str, Any], dict[str, tuple[float, float]]]] = {
             "top_k": (0, 2**31 - 1),
             "min_p": (0.0, math.nextafter(1.0, 0.0)),
             "seed": (-(2**63), 2**63 - 1),
+            "min_tokens": (0, 128),
+            "repetition_penalty": (0.01, 100.0),
+            "presence_penalty": (-2.0, 2.0),
+            "frequency_penalty": (-2.0, 2.0),
+            "logprobs": (0, 20),
+            "prompt_logprobs": (0, 20),
         },
     ),
 }
@@ -119,6 +125,7 @@ def test_the_table_has_every_number(cls: type) -> None:
     others = {
         "scoring_func", "topk_method", "norm_topk_prob", "rope_scaling", "eos_token_ids", "name", "shape", "hit",
         "model", "device", "dtype", "drafter", "graphs", "stop_tokens", "ignore_eos",
+        "allowed_tokens", "banned_tokens", "logit_bias",
     }  # fmt: skip
     assert numbers - others == set(LEGAL[cls][1])
 

@@ -14,7 +14,8 @@ from kdtp.engine.coordinator import Coordinator
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import EngineFault, LocalLink
-from kdtp.engine.scheduler import QueueFull, Request
+from kdtp.engine.request import Request
+from kdtp.engine.scheduler import QueueFull
 from kdtp.messages import Commit, Failed, Finished, Ids, Tokens
 from kdtp.types import SamplingParams
 from tests.fake_target import VOCAB, FakeWorker, continuation, model

@@ -94,7 +94,7 @@ def check_batches(ranks: Harness, alone, params, cases: int, seed: int) -> None:
     known = {prompt: tuple(done.tokens) for prompt, done in alone.items()}
     accepted = set()
     for case in range(cases):
-        prompts = rng.sample(list(alone), rng.randint(1, 8))
+        prompts = rng.sample(list(alone), rng.randint(1, len(alone)))
         budget = rng.choice([1, 2, 3, 5, 7, 12, 16, 33, 64])
         name = "ngram" if rng.random() < 0.1 else "oracle"
         drafter = DrafterConfig(
@@ -107,6 +107,7 @@ def check_batches(ranks: Harness, alone, params, cases: int, seed: int) -> None:
         for prompt, got in zip(prompts, done, strict=True):
             assert got.tokens == alone[prompt].tokens, (drafter, prompt)
             assert got.logits.tobytes() == alone[prompt].logits.tobytes(), (drafter, prompt)
+            assert (got.logprobs, got.scored) == (alone[prompt].logprobs, alone[prompt].scored), (drafter, prompt)
             accepted.add(got.usage.accepted_by_depth)
     assert len(accepted) > cases // 4, "the drafts were all alike"
 
@@ -126,6 +127,24 @@ def test_sampled_text_is_the_same_with_any_draft(ranks, rule):
     alone = texts(ranks, params)
     assert alone[ranks.plan.golden.prompt].tokens != list(ranks.plan.golden.tokens[:12])
     check_batches(ranks, alone, params, cases, seed=5)
+
+
+RULES = {
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    "sampled penalties": {"temperature": 0.9, "frequency_penalty": 0.7, "top_p": 0.95, "seed": 3},
+    "bias": {"logit_bias": {7: 4.0, 11: 3.5, 300: -100.0}, "banned_tokens": (5, 6), "repetition_penalty": 1.1},
+    "scores": {"logprobs": 3, "prompt_logprobs": 2, "allowed_tokens": tuple(range(40, 90)), "temperature": 1.2},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_any_rule_gives_the_same_text_with_any_draft(ranks, name):
+    params = SamplingParams(max_tokens=12, **RULES[name])
+    alone = texts(ranks, params, vary=4 if ranks.config.tp > 1 else 8)
+    assert alone[ranks.plan.golden.prompt].tokens != list(ranks.plan.golden.tokens[:12])
+    check_batches(ranks, alone, params, {1: 4, 2: 2, 4: 1}[ranks.config.tp], seed=9)
+    if params.prompt_logprobs is not None:
+        assert all(len(done.scored) == len(prompt) - 1 for prompt, done in alone.items())
 
 
 def test_sampled_text_depends_on_the_seed(ranks):

@@ -12,7 +12,7 @@ from compare import assert_same_bits
 from model_cases import GOLDEN, Ranks
 
 from kdtp.model.comm import Solo, connect, sum_in_order
-from kdtp.types import Rule, SeqRows
+from kdtp.types import SeqRows
 
 TESTS = Path(__file__).resolve().parent
 
@@ -43,7 +43,7 @@ RANK = """
     import torch
     from kdtp.model.comm import connect
     from kdtp.model.shard import Shard
-    from kdtp.types import Rule, SeqRows
+    from kdtp.types import SeqRows
 
     rank, out = int(sys.argv[1]), sys.argv[2]
     comm = connect("cpu", rank, 2, 30.0)
@@ -54,7 +54,7 @@ RANK = """
         assert comm.all_gather(x[:, 1:2].T).tolist() == [[[2]], [[4]]]
     assert comm.all_gather(torch.empty(0, 4)).shape == (2, 0, 4)
     shard = Shard.load(sys.argv[3], comm, "float32", 4, lambda done, total: None)
-    logits = shard.forward_tokens([SeqRows(0, 0, tuple(range(20)), tuple(range(-1, 19)), 20, Rule(), (2,))])
+    logits = shard.forward_tokens([SeqRows(0, 0, tuple(range(20)), tuple(range(-1, 19)), 20, (2,))])
     full = torch.cat(list(comm.all_gather(logits)), 1)
     torch.save((full, comm.all_gather(full), shard.vocab_start), out)
     os._exit(0)  # as workers leave: torch's teardown may abort while the other rank is in its own
@@ -110,4 +110,4 @@ def test_tokens_outside_the_vocabulary_and_double_sequences():
         ranks.run(4, 0, [1, 512])
     rows = ranks.rows(5, 0, [1])
     with pytest.raises(RuntimeError, match="a batch with a sequence twice"):
-        ranks.forward(rows, SeqRows(5, 1, (1,), (-1,), 1, Rule()))
+        ranks.forward(rows, SeqRows(5, 1, (1,), (-1,), 1))

@@ -11,7 +11,7 @@ from kdtp.model.batch import place, plan_host
 from kdtp.model.cache import PagedCache
 from kdtp.model.graphs import ROWS, SHORTEST, bucket, padded, usual
 from kdtp.model.indices import Shape, exact, padding, plan_device, views
-from kdtp.types import PAGE_ROWS, ROOT, Rule, SeqRows, depths
+from kdtp.types import PAGE_ROWS, ROOT, SeqRows, depths
 from tests.fake_target import VOCAB, model
 
 PAGES = 80
@@ -34,7 +34,7 @@ def batches(draw, most=40, longest=900):
         pick = draw(st.sampled_from([0, 1, count]))
         pages = [free.pop() for _ in range(-(-(start + count) // PAGE_ROWS))]
         cache.append(seq, pages)
-        seqs.append(SeqRows(seq, start, tokens, tuple(parents), pick, Rule()))
+        seqs.append(SeqRows(seq, start, tokens, tuple(parents), pick))
     return seqs, cache
 
 
@@ -142,6 +142,6 @@ def test_mere_padding():
 def test_rows_beyond_a_page_table():
     cache = PagedCache(model(), PAGES, torch.float32)
     cache.append(3, [7])
-    seqs = [SeqRows(3, 60, (1,) * 5, tuple(range(-1, 4)), 1, Rule())]
+    seqs = [SeqRows(3, 60, (1,) * 5, tuple(range(-1, 4)), 1)]
     with pytest.raises(RuntimeError, match="sequence 3: row 64 lies beyond its 64 rows"):
         plan_device(seqs, cache, exact(seqs))

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from kdtp.spec import accept, mask, pick, tree
 from kdtp.types import NO_TOKEN, ROOT, Rule, Tree, Trie
@@ -145,12 +146,12 @@ def test_law_of_sampling(rule, along):
     draws = 20_000
     places = list(range(draws)) if along == "positions" else [11] * draws
     seeds = [123] * draws if along == "positions" else list(range(-draws // 2, draws // 2))
-    rules = [Rule(rule.temperature, rule.top_k, rule.top_p, rule.min_p, seed) for seed in seeds]
+    rules = [structs.replace(rule, seed=seed) for seed in seeds]
     ids = pick.sample(torch.from_numpy(logits).expand(draws, 12), places, rules)
     counts = np.bincount(ids.numpy(), minlength=12)
     assert chi_square(counts, kept_law(logits, rule)) < 1
     if rule.top_k == 0 and rule.top_p == 1:  # the test can tell a temperature that is a tenth off
-        assert chi_square(counts, kept_law(logits, Rule(rule.temperature * 1.1, min_p=rule.min_p))) > 1
+        assert chi_square(counts, kept_law(logits, Rule(temperature=rule.temperature * 1.1, min_p=rule.min_p))) > 1
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,13 @@ def test_tree_chain_and_plain_decoding_give_one_text():
     rng, matched = random.Random(5), 0
     for case in range(150):
         target = Target(case, rng.choice((0.5, 2.0, 6.0)))
-        rule = rng.choice((Rule(), Rule(0.8, seed=case), Rule(1.2, top_k=4, top_p=0.9, min_p=0.02, seed=-case)))
+        rule = rng.choice(
+            (
+                Rule(),
+                Rule(temperature=0.8, seed=case),
+                Rule(temperature=1.2, top_k=4, top_p=0.9, min_p=0.02, seed=-case),
+            )
+        )
         plain: tuple[int, ...] = (0, 1)
         while len(plain) < 14:
             plain += tuple(target.decide(plain, Tree(plain[-1:], (ROOT,)), rule))

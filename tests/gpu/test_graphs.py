@@ -12,7 +12,7 @@ from kdtp.model.comm import Solo
 from kdtp.model.graphs import usual
 from kdtp.model.shard import Shard
 from kdtp.model.weights.load import Weights, open_model
-from kdtp.types import PAGE_ROWS, Move, Rule, SeqRows
+from kdtp.types import PAGE_ROWS, Move, SeqRows
 from tests.gpu.conftest import missing
 from tests.paths import TINY, V3
 
@@ -41,7 +41,7 @@ class Twins:
         mine += new
         parents = [self.rng.randrange(max(0, i - 4), i) if tree and i else i - 1 for i in range(count)]
         tokens = self.rng.choices(range(self.eager.config.vocab_size), k=count)
-        return SeqRows(seq, start, tuple(tokens), tuple(parents), pick, Rule(), tuple(new))
+        return SeqRows(seq, start, tuple(tokens), tuple(parents), pick, tuple(new))
 
     def forward(self, *seqs: SeqRows) -> torch.Tensor:
         """The logits of both, which are the same, as are the caches afterwards."""

@@ -1,0 +1,108 @@
+"""What one step did to one request, and what its client is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kdtp.engine.request import Request
+from kdtp.messages import Failed, Finished, Ids, Scored, Tokens
+from kdtp.types import Logprob, Move, SeqRows
+
+_BYTES = 4  # of a float32 logit
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something to tell the client of a request; `logits` are raw float32 bytes, if it asked for them."""
+
+    message: Tokens | Scored | Finished | Failed
+    logits: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Picked:
+    """One request's part of the step's answer: the ids of its picked rows, the place of the first among all rows, and
+    what is known of their probabilities, if it asked."""
+
+    ids: Sequence[int]
+    first: int
+    logprobs: Sequence[Logprob]
+
+
+def parts(batch: Sequence[Request], rows: Sequence[SeqRows], answer: Ids) -> Iterator[Picked]:
+    """The answer, cut up by request."""
+    first = told = 0
+    for request, r in zip(batch, rows, strict=True):
+        known = r.pick if request.best >= 0 else 0
+        yield Picked(answer.ids[first : first + r.pick], first, answer.logprobs[told : told + known])
+        first, told = first + r.pick, told + known
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step did to one request.
+
+    at: of its picked rows, those that chose the emitted tokens; move: rows to keep; scored: how many prompt tokens
+    behind row `start` the picked rows tell of; broken: no token could be chosen.
+    """
+
+    request: Request
+    start: int
+    picked: Picked
+    emitted: list[int]
+    at: list[int]
+    move: Move | None
+    scored: int
+    reason: str | None
+    broken: bool
+
+    @property
+    def ended(self) -> bool:
+        """Whether this was the request's last step."""
+        return self.broken or self.reason is not None
+
+    def events(self, logits: bytes | None, vocab_size: int) -> Iterator[Event]:
+        """What to tell the client; logits: of all the step's picked rows, if somebody asked."""
+        request, params = self.request, self.request.params
+        if self.scored:
+            scored = _best(self.picked.logprobs[: self.scored], params.prompt_logprobs)
+            yield Event(Scored(request.id, self.start + 1, scored))
+        if self.emitted:
+            known = [self.picked.logprobs[row] for row in self.at] if params.logprobs is not None else []
+            raw = self._raw(logits, _BYTES * vocab_size) if request.want_logits and logits is not None else None
+            yield Event(
+                Tokens(
+                    request=request.id,
+                    position=len(request.tokens) - len(self.emitted),
+                    tokens=tuple(self.emitted),
+                    logprobs=_best(known, params.logprobs),
+                    shape=None if raw is None else (len(self.emitted), vocab_size),
+                ),
+                raw,
+            )
+        if self.broken:
+            yield Event(Failed(request.id, "engine", self._problem()))
+        elif self.reason is not None:
+            yield Event(Finished(request.id, self.reason, request.usage()))
+
+    def _raw(self, logits: bytes, row: int) -> bytes:
+        places = [self.picked.first + at for at in self.at]
+        return b"".join(logits[i * row : (i + 1) * row] for i in places)
+
+    def _problem(self) -> str:
+        request = self.request
+        cause = "the model's logits hold NaN"
+        if request.rule.edits:
+            cause += ", or its allowed, banned and held tokens leave none"
+        return f"no token at position {request.start}, after {len(request.tokens)} tokens: {cause}"
+
+
+def _best(logprobs: Sequence[Logprob], count: int | None) -> tuple[Logprob, ...]:
+    """Cut to what was asked for: one request may want more for its prompt than for its output."""
+    return tuple(
+        known if len(known.best) == count else msgspec.structs.replace(known, best=known.best[: count or 0])
+        for known in logprobs
+    )
