@@ -1,4 +1,4 @@
-"""`kdtp inspect`: what is in a KDTR file, and whether it is whole."""
+"""`kdtp inspect`: what is in a KDTR file and whether it is whole, or what a published folder is and takes."""
 
 from __future__ import annotations
 
@@ -6,43 +6,45 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kdtp.cli import inspect_folder
+from kdtp.cli.tables import printable, table
 from kdtp.config import ConfigError, ModelConfig
 from kdtp.model.weights.kdtr import KdtrError, Reader
+from kdtp.model.weights.safetensors import CheckpointError
 
 _WIDEST_VALUE = 100  # characters of a metadata value in the plain form; --json has all
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    parser.add_argument("file", type=Path, help="a KDTR file")
+    parser.add_argument("file", type=Path, help="a KDTR file, or a model folder as published")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect_folder.add_flags(parser)
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Print the file. A damaged one is code 1 and one line on stderr; its table is printed if that much is sound."""
     try:
+        if chosen.file.is_dir():
+            return inspect_folder.run(chosen)
+        inspect_folder.refuse_flags(chosen)
         with Reader(chosen.file) as reader:
             faults = _faults(reader)
             report = _report(reader, faults)
-    except (KdtrError, ConfigError, OSError) as error:
+    except (KdtrError, CheckpointError, ConfigError, OSError) as error:
         return _refuse(str(error))
     print(json.dumps(report, indent=1, allow_nan=False) if chosen.json else "\n".join(_lines(report)))
     return _refuse(next(iter(faults.values()))) if faults else 0
 
 
 def _refuse(text: str) -> int:
-    print(f"kdtp inspect: {_printable(text)}", file=sys.stderr)
+    print(f"kdtp inspect: {printable(text)}", file=sys.stderr)
     return 1
-
-
-def _printable(text: str) -> str:
-    """Control characters escaped: a file's text must not move the cursor or forge a line."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _faults(reader: Reader) -> dict[str, str]:
@@ -92,20 +94,20 @@ def _model(reader: Reader) -> dict[str, Any]:
 def _lines(report: dict[str, Any]) -> Iterable[str]:
     arrays = report["arrays"]
     counts = f"{report['bytes']} bytes, {len(report['metadata'])} values, {len(arrays)} arrays"
-    yield f"{_printable(report['file'])}: {counts}"
-    yield from _table("metadata", [(key, _short(value)) for key, value in report["metadata"].items()], "<<")
+    yield f"{printable(report['file'])}: {counts}"
+    yield from table("metadata", [(key, _short(value)) for key, value in report["metadata"].items()], "<<")
     rows = [("name", "dtype", "shape", "bytes", "offset", "crc32", "data")]
     for entry in arrays:
         state = "ok" if entry["crc_ok"] else "DAMAGED"
         form = (entry["name"], entry["dtype"], str(list(entry["shape"])))
         rows.append((*form, str(entry["nbytes"]), str(entry["offset"]), f"{entry['crc32']:08x}", state))
-    yield from _table("arrays", rows, "<<<>>><")
+    yield from table("arrays", rows, "<<<>>><")
     if "model" in report:
-        yield from _table("model", _model_rows(report["model"]), "<<")
+        yield from table("model", _model_rows(report["model"]), "<<")
 
 
 def _short(value: Any) -> str:
-    text = _printable(repr(value))
+    text = printable(repr(value))
     return text if len(text) <= _WIDEST_VALUE else f"{text[:_WIDEST_VALUE]}… ({len(value)} in all)"
 
 
@@ -118,12 +120,3 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
         ("KV per token", f"{kv['float32']} bytes in float32, {kv['bfloat16']} in bfloat16, on every rank"),
         ("golden tokens", str(model["golden_tokens"] or "none")),
     ]
-
-
-def _table(title: str, rows: Sequence[tuple[str, ...]], align: str) -> Iterable[str]:
-    """Rows in columns as wide as their widest cell; `align`: "<" or ">" for each column."""
-    yield f"\n{title}"
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = zip(row, align, widths, strict=True)
-        yield "  " + "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()

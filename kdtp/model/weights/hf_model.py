@@ -13,8 +13,9 @@ import torch
 from kdtp.model.weights.hf import Checkpoint
 from kdtp.model.weights.hf_config import Fp8, Int4
 from kdtp.model.weights.hf_table import Origin
-from kdtp.model.weights.source import Int4Piece, Piece
+from kdtp.model.weights.source import Index, Int4Piece, Piece
 
+_LARGEST_PIECE = 1 << 26  # bytes: an embedding is 2 GB
 _BITS = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}  # what numpy knows as bits only
 
 
@@ -43,14 +44,20 @@ class HfModel:
         return sum(self._checkpoint.nbytes_of(origin, rank, size) for group in groups for origin in group)
 
     def pieces(self, name: str, rank: int, size: int) -> Iterator[Piece]:
-        """As Source; an expert is a piece."""
+        """As Source: a matrix, or an expert's, in one piece, large ones in several."""
         for expert, origin in enumerate(self._checkpoint.origins[name]):
-            values = self._values(origin, origin.rows(rank, size), origin.columns(rank, size))
-            if origin.per_head:
-                values = values.view(-1, origin.per_head, values.shape[1])
-            at = (expert,) if ".experts." in name else (...,)
-            nbytes = self._checkpoint.nbytes_of(origin, rank, size)
-            yield Piece(at, values.mT if origin.turned else values, nbytes)
+            rows, columns = origin.rows(rank, size), origin.columns(rank, size)
+            nbytes, count = self._checkpoint.nbytes_of(origin, rank, size), _count(rows)
+            each = max(1, count * _LARGEST_PIECE // max(nbytes, 1)) if not origin.per_head else count
+            for first in range(0, count, each):
+                last = min(first + each, count)
+                values = self._values(origin, _part(rows, first, last), columns)
+                if origin.per_head:
+                    values = values.view(-1, origin.per_head, values.shape[1])
+                part: Index = (..., slice(first, last)) if origin.turned else (slice(first, last),)
+                at = (expert, slice(None), slice(first, last)) if ".experts." in name else part
+                read = nbytes * last // count - nbytes * first // count
+                yield Piece((...,) if origin.per_head else at, values.mT if origin.turned else values, read)
 
     def is_int4(self, name: str) -> bool:
         """As Source."""
@@ -104,6 +111,14 @@ class HfModel:
             at = bad[0].tolist()
             self._checkpoint.complain(name, "scales", "finite numbers", f"{scales[tuple(at)].item()} ({len(bad)} such)")
         return scales
+
+
+def _count(rows: slice | np.ndarray) -> int:
+    return int(rows.stop - rows.start) if isinstance(rows, slice) else len(rows)
+
+
+def _part(rows: slice | np.ndarray, first: int, last: int) -> slice | np.ndarray:
+    return slice(rows.start + first, rows.start + last) if isinstance(rows, slice) else rows[first:last]
 
 
 def unpacked(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,7 @@ def _copy(target: torch.Tensor, values: torch.Tensor, k_major: bool) -> None:
     if k_major:
         target.mT.copy_(values.mT)
     else:
-        target.copy_(values)
+        target.copy_(values.contiguous())  # torch turns a matrix fast if it may go to a place of its own
 
 
 def open_model(path: str | os.PathLike[str]) -> Source:

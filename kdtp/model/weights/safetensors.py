@@ -89,8 +89,8 @@ class File:
         stored = self.tensors[name]
         view: NDArray[Any] = np.ndarray(stored.shape, LAYOUT[stored.dtype], self._map, stored.offset)
         # A slice of whole rows copies at once, an index array and columns row by row; none reads what is not asked for.
-        part = view[rows] if view.ndim < 2 else view[rows, columns]
-        copy = np.array(part, order="C") if part.base is not None else part
+        part = view[(rows, columns)[: view.ndim]]
+        copy = np.array(part, order="C") if isinstance(rows, slice) else part
         self._give_back(stored)
         return copy
 
