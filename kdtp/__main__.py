@@ -15,7 +15,8 @@ COMMANDS = {
     "generate": "complete a prompt of token ids",
     "engine": "run coordinator and workers, print the RPC address",
     "build-kernels": "compile the CUDA kernels with nvcc",
-    "inspect": "show what is in a KDTR file",
+    "inspect": "show what is in a KDTR file or a model folder",
+    "convert": "turn a model folder into a KDTR file, or back",
     "doctor": "show whether this machine can run kdtp",
 }
 
@@ -85,6 +86,10 @@ def _module(command: str) -> ModuleType:
         from kdtp.cli import inspect
 
         return inspect
+    if command == "convert":
+        from kdtp.cli import convert
+
+        return convert
     from kdtp.cli import doctor
 
     assert command == "doctor", command

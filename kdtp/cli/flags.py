@@ -110,3 +110,11 @@ def _file(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path}: must be a table of settings")
     return loaded
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    """The value of a flag that takes token ids, "5,6,7"."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: must be token ids, such as 5 or 5,6,7") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from kdtp.config import ConfigError, EngineConfig, ModelConfig
 from kdtp.log import amount
 from kdtp.model.weights import kdtr
 from kdtp.model.weights.hf import Checkpoint
-from kdtp.model.weights.hf_sizes import keeps_int4, weight_bytes
+from kdtp.model.weights.hf_sizes import available_memory, keeps_int4, weight_bytes
 from kdtp.types import PAGE_ROWS
 
 FORMAT = "kdtp-model"
@@ -99,14 +98,7 @@ def _memory(checkpoint: Checkpoint, config: EngineConfig) -> str:
     kept = checkpoint.forms["INT4"] and keeps_int4(config.device, config.dtype)
     form = "INT4 stays INT4" if kept else f"{' and '.join(checkpoint.quantized)} become {config.dtype}"
     text = f"weights: {form}, {amount(max(each))} on a rank, {amount(sum(each))} in all"
-    return text if config.device != "cpu" else f"{text}; {amount(_available())} of memory are available"
-
-
-def _available() -> int:
-    """Bytes of memory that processes can have without swapping."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    return text if config.device != "cpu" else f"{text}; {amount(available_memory())} of memory are available"
 
 
 def _check_cuda() -> None:

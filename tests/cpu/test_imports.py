@@ -28,6 +28,7 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
     "kdtp.engine": ("kdtp.model", "kdtp.spec", "kdtp.draft", "kdtp.kernels", "kdtp.version", MESSAGES, *COMMON),
     "kdtp.text": (),
     "kdtp.cli": ("kdtp", "launcher"),
+    "kdtp.cli.convert": ("kdtp", "reference"),
     "kdtp.__main__": ("kdtp", "launcher"),
     "kdtp": ("kdtp.version", "kdtp.engine.api", "kdtp.types"),
     "launcher": (),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 from kdtp.model.weights.hf import Checkpoint
 from kdtp.model.weights.hf_config import Int4
@@ -28,3 +30,10 @@ def weight_bytes(checkpoint: Checkpoint, rank: int, size: int, device: str, dtyp
 
 def _plain(param: Param, dtype: str) -> int:
     return 4 if param.exact else _BYTES[dtype]
+
+
+def available_memory() -> int:
+    """Bytes of memory that processes of this machine can have without swapping."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
