@@ -305,6 +305,13 @@ def _is_quantized(variant: Variant, name: str) -> bool:
     return variant.quantized == "fp8" and not any(part in name for part in plain)
 
 
+def _uneven(variant: Variant, values: np.ndarray) -> np.ndarray:
+    """Values whose blocks and groups are of different sizes, so that a scale in the wrong place shows."""
+    rows, columns = (BLOCK, BLOCK) if variant.quantized == "fp8" else (1, GROUP)
+    places = np.arange(values.shape[0])[:, None] // rows + 2 * (np.arange(values.shape[1]) // columns)
+    return values * np.array([0.5, 1.0, 1.5], np.float32)[places % 3]
+
+
 class Tensors:
     """What a variant's checkpoint holds, and the float32 values that this means."""
 
@@ -318,7 +325,7 @@ class Tensors:
 
     def _add(self, name: str, values: np.ndarray) -> None:
         if _is_quantized(self.variant, name):
-            base = name.removesuffix("weight")
+            base, values = name.removesuffix("weight"), _uneven(self.variant, values)
             if self.variant.quantized == "int4":
                 q, scales = pack_int4(values)
                 self.stored[f"{base}weight_packed"] = "I32", words(q)
