@@ -290,6 +290,13 @@ def test_files_that_are_none(content, complaint, tmp_path: Path):
         read(tmp_path)
 
 
+def test_a_file_that_is_too_large(tmp_path: Path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(2**28 + 1)
+    with pytest.raises(ConfigError, match=r"config.json: 268435457 bytes: must be at most 268435456"):
+        read(tmp_path)
+
+
 def test_the_cases_of_other_tests_are_legal():
     for variant in VARIANTS.values():
         assert parse(config_json(variant), "c").model.vocab_size == 67

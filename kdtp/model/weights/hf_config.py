@@ -16,7 +16,7 @@ from kdtp.config import ConfigError, ModelConfig, build
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _WRAPPER = "kimi_k25"
-_LARGEST = 1 << 24  # bytes of a JSON file
+_LARGEST = 1 << 28  # bytes of a JSON file; the index of Kimi K2.5 has 23 MB
 # By model_type: scoring_func, topk_method, n_group and topk_group where the file does not say them; files saved by
 # transformers 5 leave out the first two.
 _ROUTERS = {
@@ -100,13 +100,14 @@ def read(folder: Path) -> HfConfig:
 def load_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ConfigError for anything else."""
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ConfigError(f"{path}: {path.stat().st_size} bytes: must be at most {_LARGEST}")
-        loaded = json.loads(path.read_bytes())
+        size = path.stat().st_size
+        loaded = json.loads(path.read_bytes()) if size <= _LARGEST else None
     except OSError as error:
         raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: must be JSON: {error}") from None
+    if size > _LARGEST:
+        raise ConfigError(f"{path}: {size} bytes: must be at most {_LARGEST}")
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: must be a JSON object, found {type(loaded).__name__}")
     return loaded
