@@ -12,7 +12,7 @@ from kdtp.cli.tables import printable, table
 from kdtp.config import DEVICES, DTYPES, ConfigError
 from kdtp.log import amount
 from kdtp.model.weights.hf import Checkpoint
-from kdtp.model.weights.hf_sizes import weight_bytes
+from kdtp.model.weights.hf_sizes import legal_tp, weight_bytes
 from kdtp.model.weights.table import parameters
 from kdtp.types import PAGE_ROWS
 
@@ -49,7 +49,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 def report(checkpoint: Checkpoint, tp: int | None, device: str, dtype: str, gpu_memory: float | None) -> dict[str, Any]:
     """All that is said of a checkpoint. gpu_memory: GB of one GPU."""
-    model, legal = checkpoint.model, checkpoint.legal_tp()
+    model, legal = checkpoint.model, legal_tp(checkpoint, device, dtype)
     if tp is not None and tp not in legal:
         raise ConfigError(f"--tp = {tp}: {checkpoint.path} can be split over {', '.join(map(str, legal))} ranks")
     row = model.num_hidden_layers * model.kv_row

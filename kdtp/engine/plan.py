@@ -15,7 +15,7 @@ from kdtp.config import ConfigError, EngineConfig, ModelConfig
 from kdtp.log import amount
 from kdtp.model.weights import kdtr
 from kdtp.model.weights.hf import Checkpoint
-from kdtp.model.weights.hf_sizes import available_memory, keeps_int4, weight_bytes
+from kdtp.model.weights.hf_sizes import available_memory, keeps_int4, legal_tp, weight_bytes
 from kdtp.types import PAGE_ROWS
 
 FORMAT = "kdtp-model"
@@ -86,7 +86,7 @@ def _file(path: str) -> _Model:
 def _folder(path: Path, config: EngineConfig) -> _Model:
     with Checkpoint(path) as checkpoint:
         notes = [f"not loaded: {', '.join(map(str, checkpoint.skipped))}"] if checkpoint.skipped else []
-        legal = checkpoint.legal_tp()
+        legal = legal_tp(checkpoint, config.device, config.dtype)
         if checkpoint.config.quantization is not None and config.tp in legal:
             notes.append(_memory(checkpoint, config))
         return _Model(path, checkpoint.model, legal, None, tuple(notes))

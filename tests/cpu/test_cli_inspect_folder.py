@@ -29,15 +29,17 @@ def test_as_text(tmp_path, capsys):
         "  layers        3, the first 1 dense",
         "  vocabulary    67 tokens; stop: 64 66",
         "  not loaded    vision tower (1 tensors, 256 bytes), vision projector (1 tensors, 256 bytes)",
-        "  legal --tp    1 2 4",
+        "  legal --tp    1 2",
         "  KV per token  576 bytes in float32, 288 in bfloat16, on every rank",
         "each rank, in bfloat16 on cuda",
     ):
         assert line in lines
     assert "INT4 332.35 kB" in next(line for line in lines if line.startswith("  stored as"))
-    rows = [line.split(maxsplit=3) for line in lines[-3:]]
-    assert [row[0] for row in rows] == ["1", "2", "4"]
-    assert rows[0][3] == "does not fit: 248.13 kB short" and rows[2][3] == "730 tokens"
+    rows = [line.split(maxsplit=3) for line in lines[-2:]]
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert rows[0][3] == "does not fit: 248.13 kB short" and rows[1][3] == "221 tokens"
+    assert run(path, "--device", "cpu") == 0
+    assert "  legal --tp    1 2 4" in capsys.readouterr().out.splitlines()
 
 
 def test_as_json(tmp_path, capsys):

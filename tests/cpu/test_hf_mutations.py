@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_hf_golden import TOLERANCE, Golden
 
 from kdtp.kernels import Routing
 from kdtp.model import rope
@@ -26,6 +25,7 @@ from kdtp.model.weights.hf_model import HfModel
 from kdtp.model.weights.load import Weights
 from kdtp.types import SeqRows
 from tests import hf_cases
+from tests.hf_golden import TOLERANCE, Golden
 
 Patch = pytest.MonkeyPatch
 Mistake = Callable[[Patch, HfModel], None]

@@ -100,11 +100,11 @@ class Checkpoint:
             found[form] += sum(self.stored(name).nbytes for name in self.parts(origin))
         return found
 
-    def legal_tp(self) -> list[int]:
-        """As ModelConfig.legal_tp; a rank's share of an INT4 matrix must also be whole groups."""
+    def legal_tp(self, int4_inputs: int = Int4.GROUP) -> list[int]:
+        """As ModelConfig.legal_tp; a rank's share of an INT4 matrix must also be a multiple of so many inputs."""
         cut = [o for group in self.origins.values() for o in group if o.cut == "columns" and self.form(o) == "int4"]
         widths = {origin.shape[1] for origin in cut}
-        return [n for n in self.model.legal_tp() if all(width % (n * Int4.GROUP) == 0 for width in widths)]
+        return [n for n in self.model.legal_tp() if all(width % (n * int4_inputs) == 0 for width in widths)]
 
     def form(self, origin: Origin) -> str:
         """How its values are stored: "plain", "fp8" or "int4"."""

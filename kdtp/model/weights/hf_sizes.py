@@ -10,12 +10,18 @@ from kdtp.model.weights.hf import Checkpoint
 from kdtp.model.weights.hf_config import Int4
 from kdtp.model.weights.table import Param, parameters
 
+_KERNEL_INPUTS = 64
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def keeps_int4(device: str, dtype: str) -> bool:
     """Whether INT4 experts stay as they are: only a GPU's kernels read them, and only with bfloat16."""
     return device == "cuda" and dtype == "bfloat16"
+
+
+def legal_tp(checkpoint: Checkpoint, device: str, dtype: str) -> list[int]:
+    """Numbers of ranks the model can be split over; the kernel for INT4 takes 64 inputs at a time."""
+    return checkpoint.legal_tp(_KERNEL_INPUTS if keeps_int4(device, dtype) else Int4.GROUP)
 
 
 def weight_bytes(checkpoint: Checkpoint, rank: int, size: int, device: str, dtype: str) -> int:
