@@ -1,6 +1,6 @@
 """Measure how long draft trees take: built on the GPU, and by a heap on the CPU.
 
-    python scripts/bench_tree.py [--quick] [--json]
+    python scripts/bench_tree.py [--quick] [--json] [--dry-run]
 
 Each way starts with the drafter's candidates on the GPU, and ends when the trees are lists on the host and are on the
 GPU as the verify forward wants them: tokens, positions, ancestor bits. What has to be copied for that is counted.
@@ -10,6 +10,9 @@ GPU as the verify forward wants them: tokens, positions, ancestor bits. What has
     spec   the same with kdtp.spec.tree.build, whose trees are the GPU's bit for bit, which is checked
 
 The ways take turns, so that a busy machine disturbs all alike. "kernel" is the build alone, in a CUDA graph of many.
+
+The whole sweep has a time, which is shared out: what a point leaves over goes to those behind it, and one whose heaps
+take long has fewer runs. "runs" says how many each way had; a first turn is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +33,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from scripts.dry_run import dry_run  # noqa: E402
 from scripts.gpu_time import missing  # noqa: E402
-from scripts.measure import machine, repeat, spread, table  # noqa: E402
+from scripts.measure import machine, spread, table  # noqa: E402
 from scripts.tree_ways import CANDIDATES, START, Block, Case, OnCpu, OnGpu, by_heap, by_spec  # noqa: E402
 
 VOCAB = 163_840
@@ -40,7 +44,7 @@ STEEPNESS = np.linspace(1.0, 3.0, 9)
 
 @dataclass(frozen=True)
 class Scope:
-    """How much is run. runs: at least and at most, of each way; seconds: after which no more are begun."""
+    """How much is run. runs: of each point, at least and at most; seconds: for all points, but for the least runs."""
 
     budgets: tuple[int, ...]
     seqs: tuple[int, ...]
@@ -49,8 +53,8 @@ class Scope:
     seconds: float
 
 
-FULL = Scope((16, 32, 64, 256, 1024), (1, 4, 16, 64), (7, 15), (5, 200), 3.0)
-QUICK = Scope((16, 64), (1, 4), (7,), (3, 5), 0.2)
+FULL = Scope((16, 32, 64, 256, 1024), (1, 4, 16, 64), (7, 15), (3, 200), 60.0)
+QUICK = Scope((16, 64), (1, 4), (7,), (3, 5), 4.0)
 
 
 def candidates(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -71,36 +75,58 @@ def fill(case: Case, block: Block) -> None:
     for name, values in (("roots", 7), ("budgets", case.budget), ("depths", case.length), ("starts", START)):
         block.host[name][:] = values
     block.upload(CANDIDATES)
-    torch.cuda.synchronize()
+    block.wait()
 
 
-def measure_case(case: Case, scope: Scope) -> dict[str, Any]:
+def take_turns(ways: Iterable[Callable[[], object]], runs: tuple[int, int], until: float) -> list[list[float]]:
+    """Microseconds of each way by turn; turns: runs[0] at least, runs[1] at most, between them until the clock says."""
+    least, most = runs
+    turns: list[list[float]] = []
+    while len(turns) < least or (len(turns) < most and time.perf_counter() < until):
+        turns.append([once(way) for way in ways])
+    return [list(samples) for samples in zip(*turns, strict=True)]
+
+
+def once(call: Callable[[], object]) -> float:
+    """Microseconds of one call."""
+    started = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - started)
+
+
+def measure_case(case: Case, runs: tuple[int, int], until: float) -> dict[str, Any]:
     """Times of one case, in microseconds. Raises RuntimeError if the GPU's trees are not spec's."""
-    block = Block(case)
+    block = Block(case, torch.device("cuda"))
     fill(case, block)
     gpu, heap, spec = OnGpu(case, block), OnCpu(block, by_heap), OnCpu(block, by_spec)
-    ways = {"gpu": gpu, "heap": heap, "spec": spec}
-    built, same = gpu.run(), spec.run()
+    built, _, same = gpu.run(), heap.run(), spec.run()
     if built != same:
         raise RuntimeError(f"{case}: the GPU's trees are not those of kdtp.spec.tree.build")
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    least, most = scope.runs
-    started = time.perf_counter()
-    for i in range(most):
-        if i >= least and time.perf_counter() - started > scope.seconds:
-            break
-        for name, way in ways.items():
-            samples[name] += repeat(way.run, 1)
-    samples |= {"kernel": gpu.kernel(most), "heap alone": heap.building, "spec alone": spec.building}
+    heap.building.clear()
+    spec.building.clear()
+    kernel = gpu.kernel(runs[1])
+    whole = take_turns((gpu.run, heap.run, spec.run), runs, until)
+    samples = dict(zip(("gpu", "heap", "spec"), whole, strict=True))
+    samples |= {"kernel": kernel, "heap alone": heap.building, "spec alone": spec.building}
     nodes = sum(len(tokens) - 1 for tokens, _ in built) / case.seqs
     return {**asdict(case), "k": case.width, "nodes": nodes, **{name: spread(s) for name, s in samples.items()}}
 
 
+def sweep(scope: Scope) -> list[Case]:
+    """All cases."""
+    return [Case(*values) for values in itertools.product(scope.lengths, scope.seqs, scope.budgets)]
+
+
 def measure(scope: Scope) -> dict[str, Any]:
     """All cases, as plain values."""
-    cases = [Case(*values) for values in itertools.product(scope.lengths, scope.seqs, scope.budgets)]
     about = machine() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    return {"machine": about, "unit": "microseconds", "cases": [measure_case(case, scope) for case in cases]}
+    started = time.perf_counter()
+    cases, found = sweep(scope), []
+    for i, case in enumerate(cases):
+        now = time.perf_counter()
+        found.append(measure_case(case, scope.runs, now + (started + scope.seconds - now) / (len(cases) - i)))
+    took = {"least": scope.runs[0], "seconds": scope.seconds, "took": time.perf_counter() - started}
+    return {"machine": about, "unit": "microseconds", **took, "cases": found}
 
 
 def show(result: Mapping[str, Any]) -> str:
@@ -116,7 +142,25 @@ def show(result: Mapping[str, Any]) -> str:
         for case in result["cases"]
     ]
     about = "{gpu}; {cpu}, {cores} cores, load {load}; medians, microseconds".format(**result["machine"])
-    return f"{about}\n{table(header, rows)}"
+    time_spent = "{seconds:.0f} s shared out, at least {least} runs of each point; took {took:.0f} s".format(**result)
+    return f"{about}\n{time_spent}\n{table(header, rows)}"
+
+
+def rehearse(scope: Scope) -> str:
+    """Every case once on the CPU: the trees are built there, the GPU's struct is made, and nothing is launched."""
+    rows = []
+    with dry_run() as paper:
+        for case in sweep(scope):
+            block = Block(case, torch.device("cpu"))
+            fill(case, block)
+            OnGpu(case, block).run()
+            heap, spec = OnCpu(block, by_heap), OnCpu(block, by_spec)
+            rows.append([case.length, case.seqs, case.budget, once(heap.run), once(spec.run)])
+    least = (1 + scope.runs[0]) * sum(row[3] + row[4] for row in rows) / 1e6
+    checked = "checked by the library" if paper.checks else "not checked: the library is not built"
+    lines = [table(("L", "seqs", "budget", "heap", "spec"), rows), "microseconds on this CPU, of one run each"]
+    lines.append(f"{len(paper.calls)} calls, {checked}; the CPU's part of the least runs would take {least:.0f} s here")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -124,10 +168,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure how long draft trees take, on the GPU and on the CPU.")
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--dry-run", action="store_true", help="build on the CPU alone, and launch nothing")
     chosen = parser.parse_args(arguments)
+    scope = QUICK if chosen.quick else FULL
+    if chosen.dry_run:
+        print(rehearse(scope))
+        return
     if lack := missing():
         sys.exit(f"bench_tree: {lack}")
-    result = measure(QUICK if chosen.quick else FULL)
+    result = measure(scope)
     print(json.dumps(result) if chosen.json else show(result))
 
 

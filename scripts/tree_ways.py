@@ -60,13 +60,17 @@ KNOWN, WANTED = ("parents", "counts", "tokens"), ("tokens", "positions", "ancest
 
 
 class Block:
-    """Arrays that follow each other in memory, on GPU and (pinned) host alike, so that one copy moves several."""
+    """Arrays that follow each other in memory, on GPU and (pinned) host alike, so that one copy moves several.
 
-    def __init__(self, case: Case) -> None:
+    On the CPU, for a dry run, both are host memory.
+    """
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
         ends = list(itertools.accumulate(self._bytes(*spec) for spec in case.layout.values()))
         self._spans = dict(zip(case.layout, zip([0, *ends], ends, strict=False), strict=True))
-        self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=True)
-        self._device = torch.zeros(ends[-1], dtype=torch.uint8, device="cuda")
+        self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=self._on_gpu)
+        self._device = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
         self.host = {name: self._view(self._host, name, *spec).numpy() for name, spec in case.layout.items()}
         self.device = {name: self._view(self._device, name, *spec) for name, spec in case.layout.items()}
 
@@ -78,6 +82,16 @@ class Block:
         first = self._spans[name][0]
         return data[first : first + int(np.prod(shape)) * dtype.itemsize].view(dtype).view(shape)
 
+    @property
+    def stream(self) -> int:
+        """The stream that copies and kernels run on."""
+        return torch.cuda.current_stream().cuda_stream if self._on_gpu else 0
+
+    def wait(self) -> None:
+        """Until what was begun is done."""
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+
     def upload(self, names: Sequence[str]) -> None:
         """Copy these arrays, which are neighbours, to the GPU; not waited for."""
         span = slice(self._spans[names[0]][0], self._spans[names[-1]][1])
@@ -87,7 +101,7 @@ class Block:
         """Copy these arrays, which are neighbours, to the host; waited for."""
         span = slice(self._spans[names[0]][0], self._spans[names[-1]][1])
         self._host[span].copy_(self._device[span], non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+        self.wait()
 
 
 class OnGpu:
@@ -101,7 +115,7 @@ class OnGpu:
     def _struct(self, case: Case) -> Any:
         sizes = {"seqs": case.seqs, "depth": case.length, "k": case.width, "max_nodes": 1 + case.budget}
         words = self._block.device["ancestors"].shape[2]
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = self._block.stream
         return abi.library().arguments("tree_build", stream=stream, words=words, **sizes, **self._block.device)
 
     def run(self) -> list[Lists]:
@@ -158,7 +172,7 @@ class OnCpu:
             packed = np.packbits(seen, axis=1, bitorder="little")
             host["ancestors"][b].view(np.uint8)[:n, : packed.shape[1]] = packed
         self._block.upload(WANTED)
-        torch.cuda.current_stream().synchronize()
+        self._block.wait()
         return trees
 
 
