@@ -12,7 +12,8 @@ from types import ModuleType
 from kdtp.version import __version__
 
 COMMANDS = {
-    "generate": "complete a prompt of token ids",
+    "generate": "answer or continue a text, or a prompt of token ids",
+    "chat": "talk with a model on the terminal",
     "engine": "run coordinator and workers, print the RPC address",
     "build-kernels": "compile the CUDA kernels with nvcc",
     "inspect": "show what is in a KDTR file or a model folder",
@@ -74,6 +75,10 @@ def _module(command: str) -> ModuleType:
         from kdtp.cli import generate
 
         return generate
+    if command == "chat":
+        from kdtp.cli import chat
+
+        return chat
     if command == "engine":
         from kdtp.cli import engine
 

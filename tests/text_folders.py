@@ -9,10 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
-
-from tests.conftest import ROOT
+from tests.paths import REFS
 
 # DeepSeek's names, with its flags: only the first two count as special.
 DEEPSEEK_SPECIAL = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
@@ -27,29 +24,7 @@ DEEPSEEK_TURNS = (
         "</think>",
     ),
 )
-DEEPSEEK_TEMPLATE = """\
-{%- set ns = namespace(system='') %}
-{%- for m in messages if m['role'] == 'system' %}{% set ns.system = ns.system + m['content'] %}{% endfor %}
-{%- if tools %}
-    {%- set ns.system = ns.system + '\\n\\nTools: ' + tools | tojson + ' by <｜tool▁calls▁begin｜>' %}
-{%- endif %}
-{{- bos_token }}{{ ns.system }}
-{%- for m in messages %}
-    {%- if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}{% endif %}
-    {%- if m['role'] == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m['content'] + '<｜tool▁output▁end｜>' }}{% endif %}
-    {%- if m['role'] == 'assistant' %}
-        {%- set content = m['content'] or '' %}
-        {%- if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
-        {{- '<｜Assistant｜></think>' + content | trim }}
-        {%- if m['tool_calls'] %}{{ '<｜tool▁calls▁begin｜>' }}
-            {%- for call in m['tool_calls'] %}
-                {{- '<｜tool▁call▁begin｜>' + call['function']['name'] + '<｜tool▁sep｜>' }}
-                {{- call['function']['arguments'] + '<｜tool▁call▁end｜>' }}
-            {%- endfor %}{{ '<｜tool▁calls▁end｜>' }}{% endif %}{{ eos_token }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{% endif %}
-"""
+DEEPSEEK_TEMPLATE = (REFS / "tiny_text" / "chat_template.jinja").read_text()
 KIMI_NAMES = {
     0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>", 10: "<|im_system|>",
     11: "<|tool_calls_section_begin|>", 12: "<|tool_calls_section_end|>", 13: "<|tool_call_begin|>",
@@ -87,33 +62,15 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
 
 
 @cache
-def trained(size: int) -> str:
-    """A tokenizer.json in DeepSeek's layout, of `size` tokens, trained on this repository's README."""
-    made = tokenizers.Tokenizer(models.BPE())
-    split = r"\p{N}{1,3}|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(split), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size - len(DEEPSEEK_TURNS),
-        special_tokens=list(DEEPSEEK_SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([(ROOT / "README.md").read_text()], trainer)
-    made.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in DEEPSEEK_TURNS])
-    assert made.get_vocab_size() == size
-    return made.to_str()
+def tokenizer_json() -> str:
+    """A tokenizer.json in DeepSeek's layout, of 512 tokens, trained on a README of this repository."""
+    return (REFS / "tiny_text" / "tokenizer.json").read_text()
 
 
-def deepseek(folder: Path, size: int = 512, **settings: Any) -> Path:
-    """A folder in DeepSeek's layout."""
+def deepseek(folder: Path, **settings: Any) -> Path:
+    """A folder in DeepSeek's layout, of 512 tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(trained(size))
+    (folder / "tokenizer.json").write_text(tokenizer_json())
     names = {"bos_token": {"content": DEEPSEEK_SPECIAL[0]}, "eos_token": {"content": DEEPSEEK_SPECIAL[1]}}
     write(
         folder / "tokenizer_config.json",

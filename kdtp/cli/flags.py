@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtp.config import DEVICES, DRAFTERS, DTYPES, ConfigError, DrafterConfig, EngineConfig, build
+from kdtp.types import SamplingParams
 
 _ENGINE = {
     "model": "model folder as published, or KDTR file",
@@ -39,6 +40,36 @@ _DRAFTER = {
     "seed": ("drafter-seed", "oracle: seed of its chances"),
     "ngram_max": ("ngram-max", "ngram: longest match"),
 }
+_SAMPLING = (
+    ("temperature", float, "0: greedy"),
+    ("top-p", float, "keep the most likely ids up to this probability"),
+    ("top-k", int, "keep the K most likely ids (0: all)"),
+    ("min-p", float, "keep ids at least this likely, relative to the best"),
+    ("seed", int, "the text is a function of prompt and seed"),
+)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Add how tokens are chosen."""
+    for flag, kind, text in _SAMPLING:
+        default = getattr(SamplingParams(), flag.replace("-", "_"))
+        parser.add_argument(f"--{flag}", type=kind, default=default, help=f"{text} (default {default})")
+
+
+def sampling(
+    chosen: argparse.Namespace, max_tokens: int, stop_tokens: tuple[int, ...], ignore_eos: bool
+) -> SamplingParams:
+    """The SamplingParams of parsed flags."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        min_p=chosen.min_p,
+        seed=chosen.seed,
+        stop_tokens=stop_tokens,
+        ignore_eos=ignore_eos,
+    )
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

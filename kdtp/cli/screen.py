@@ -1,9 +1,11 @@
-"""What `kdtp generate` shows: a progress bar for loading and for tokens, the tokens as they come, and the figures."""
+"""What `kdtp generate` shows: a progress bar for loading and for tokens, tokens or text as they come, the figures."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,10 +17,13 @@ from kdtp.messages import Tokens
 
 
 class Screen:
-    """Progress bars on a terminal's stderr, plain lines elsewhere; tokens go to stdout, a line per round."""
+    """Progress bars on a terminal's stderr, plain lines elsewhere. To stdout: the tokens, a line per round, or with
+    `as_text` the text and nothing else."""
 
-    def __init__(self, max_tokens: int, quiet: bool) -> None:
+    def __init__(self, max_tokens: int, quiet: bool, as_text: bool = False) -> None:
         self._quiet = quiet
+        self._as_text = as_text
+        self._printed = ""
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -43,6 +48,8 @@ class Screen:
 
     def tokens(self, index: int, message: Tokens) -> None:
         """Tokens of one round."""
+        if self._as_text:
+            return
         count = message.position + len(message.tokens)
         if not message.position:
             self._bars.update(self._load, visible=False)
@@ -51,29 +58,45 @@ class Screen:
         if not self._quiet:
             print(f"{message.position:>6} +{len(message.tokens)}  {' '.join(map(str, message.tokens))}", flush=True)
 
+    def text(self, text: str) -> None:
+        """More of the text. The bars make room for it."""
+        self._bars.stop()
+        if not self._quiet:
+            print(text if not sys.stdout.isatty() else printable(text), end="", flush=True)
+            self._printed = text
+
     def __enter__(self) -> Screen:
         self._bars.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bars.stop()
+        if self._printed and not self._printed.endswith("\n"):
+            print()
 
 
-def report(done: Completion, verdict: Verdict | None, method: str) -> None:
-    """The figures of a completion on stdout."""
+_CONTROLS = {i: "\ufffd" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\t\n"}
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: what a model writes cannot move the cursor or change a setting."""
+    return text.translate(_CONTROLS)
+
+
+def report(done: Completion, verdict: Verdict | None, method: str, file: TextIO) -> None:
+    """The figures of a completion."""
     usage = done.usage
-    print(
-        f"tokens    {usage.completion_tokens} after a prompt of {usage.prompt_tokens}; finished: {done.finish_reason}"
-    )
+    tell = partial(print, file=file)
+    tell(f"tokens    {usage.completion_tokens} after a prompt of {usage.prompt_tokens}; finished: {done.finish_reason}")
     if usage.rounds:
         per_round = usage.committed / usage.rounds
-        print(
+        tell(
             f"rounds    {usage.rounds} (and {usage.forwards - usage.rounds} prefill); {per_round:.2f} tokens committed "
             f"per round (root + {per_round - 1:.2f} accepted)"
         )
     if usage.drafted_by_depth:
         pairs = zip(usage.accepted_by_depth, usage.drafted_by_depth, strict=True)
-        print("accepted  " + "  ".join(f"{d}: {a}/{n}" for d, (a, n) in enumerate(pairs, 1)) + "  (by depth)")
-    print("time      " + ", ".join(f"{stage} {ms:.2f}" for stage, ms in usage.timings_ms.items()) + " ms")
+        tell("accepted  " + "  ".join(f"{d}: {a}/{n}" for d, (a, n) in enumerate(pairs, 1)) + "  (by depth)")
+    tell("time      " + ", ".join(f"{stage} {ms:.2f}" for stage, ms in usage.timings_ms.items()) + " ms")
     if verdict is not None:
-        print(verdict.line(method))
+        tell(verdict.line(method))

@@ -78,12 +78,12 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         speculate: bool = True,
         want_logits: bool = False,
-        on_tokens: Callable[[int, Tokens], None] | None = None,
+        on_tokens: Callable[[int, Tokens], object] | None = None,
     ) -> list[Completion]:
         """Complete each prompt of token ids, all at once; results in the order of `prompts`.
 
         speculate=False decodes plainly whatever the drafter: the tokens are the same. on_tokens: called as tokens
-        are decided, with the prompt's index.
+        are decided, with the prompt's index; once it returns True, that request ends with finish_reason "cancelled".
         """
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
@@ -104,24 +104,33 @@ class Engine:
                         del open_ones[label]
                     _raise_if_failed(message)
                     got[index].append((message, frame))
-                    if on_tokens and isinstance(message, Tokens):
-                        on_tokens(index, message)
+                    if on_tokens and isinstance(message, Tokens) and on_tokens(index, message) is True:
+                        self._backend.cancel(label)
         except BaseException:
             for label in open_ones:
-                self._backend.cancel(label)
+                self._backend.forget(label)
             raise
 
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams | None = None, speculate: bool = True
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        speculate: bool = True,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> Iterator[Tokens | Scored | Finished]:
         """Complete one prompt: Tokens as they are decided (several at once), then Finished. Leaving early cancels.
 
         Scored: the prompt's log-probabilities, if asked for, part by part before the first Tokens.
+        cancelled: asked between steps, so that a signal handler can end the request; once it is true the request
+        ends, and Finished has the reason "cancelled".
         """
         label = self._backend.submit(prompt, params or SamplingParams(), speculate, False)
-        finished = False
+        asked = finished = False
         try:
             while not finished:
+                if cancelled() and not asked:
+                    asked = True
+                    self._backend.cancel(label)
                 for _, message, _ in self._backend.wait([label]):
                     finished = not isinstance(message, Tokens | Scored)
                     _raise_if_failed(message)
@@ -129,7 +138,7 @@ class Engine:
                     yield message
         finally:
             if not finished:
-                self._backend.cancel(label)
+                self._backend.forget(label)
 
     def close(self) -> None:
         """End the engine and all its processes."""

@@ -22,15 +22,21 @@ if TYPE_CHECKING:
     from kdtp.engine.coordinator import Coordinator
 
 OnProgress = Callable[[int, int], None]
+_MOMENT = 0.2  # seconds that `wait` waits for a process, so that a user who wants to stop is soon heard
 _END_TIMEOUT = 5.0  # seconds for a group of processes to end; its own bounds are tighter
 
 
 class Backend(Protocol):
-    """Requests by label: `wait` gives at least one event of those named; EngineBusy, EngineDead as of rpc.Client."""
+    """Requests by label; EngineBusy, EngineDead as of rpc.Client.
+
+    wait: events of the requests named, perhaps none, after a step of the engine or a moment, so that the caller can
+    think again. cancel: end a request; its Finished still comes. forget: end it, nothing comes.
+    """
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int: ...
     def wait(self, requests: Iterable[int]) -> list[Labelled]: ...
     def cancel(self, request: int) -> None: ...
+    def forget(self, request: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -44,6 +50,8 @@ class Closed:
         raise ValueError("the engine is closed")
 
     def cancel(self, request: int) -> None: ...
+
+    def forget(self, request: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -72,13 +80,12 @@ class InProcess:
         return self._opened
 
     def wait(self, requests: Iterable[int]) -> list[Labelled]:
-        while True:
-            got = [(r, *reply) for r in sorted(requests) for reply in self._take(r)]
-            if got:
-                return got
+        labels = sorted(requests)
+        if not any(self._events[r] for r in labels):
             for event in self._coordinator.step():
                 assert event.message.request is not None
                 self._events[event.message.request].append((event.message, event.logits))
+        return [(r, *reply) for r in labels for reply in self._take(r)]
 
     def _take(self, request: int) -> list[Reply]:
         replies = list(self._events[request])
@@ -88,6 +95,11 @@ class InProcess:
         return replies
 
     def cancel(self, request: int) -> None:
+        event = self._coordinator.cancel(request)
+        if event is not None:
+            self._events[request].append((event.message, event.logits))
+
+    def forget(self, request: int) -> None:
         self._events.pop(request, None)
         self._coordinator.cancel(request)
 
@@ -134,9 +146,12 @@ class Group:
         return self._client.submit(prompt, params, speculate, want_logits)
 
     def wait(self, requests: Iterable[int]) -> list[Labelled]:
-        return self._client.wait(requests)
+        return self._client.poll(requests, _MOMENT)
 
     def cancel(self, request: int) -> None:
+        self._client.cancel(request)
+
+    def forget(self, request: int) -> None:
         self._client.cancel(request)
         self._client.forget(request)
 

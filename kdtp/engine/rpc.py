@@ -162,11 +162,18 @@ class Client:
 
     def wait(self, requests: Iterable[int]) -> list[Labelled]:
         """At least one event of the open `requests`, after waiting for it. EngineDead when the engine is gone."""
-        while True:
-            got = [(r, *reply) for r in sorted(requests) for reply in self._take(r)]
-            if got:
-                return got
-            self._pump(1.0)
+        while not (got := self.poll(requests, 1.0)):
+            pass
+        return got
+
+    def poll(self, requests: Iterable[int], seconds: float) -> list[Labelled]:
+        """Events of the open `requests`; there may be none after waiting for a while. EngineDead as of `wait`."""
+        labels = sorted(requests)
+        got = [(r, *reply) for r in labels for reply in self._take(r)]
+        if got:
+            return got
+        self._pump(seconds)
+        return [(r, *reply) for r in labels for reply in self._take(r)]
 
     def _take(self, request: int) -> list[Reply]:
         replies = list(self._events[request])

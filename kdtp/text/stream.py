@@ -76,8 +76,8 @@ class StopStrings:
 class TextStream:
     """The text of one answer as its tokens are decided, up to a stop token or a stop string.
 
-    used: tokens taken, the one that ended it included. stopped: whether one has. Tokens may come in any groups: the
-    texts together are the same.
+    used: tokens taken, the one that ended it included. stopped: whether one has. found: the stop string, if it was
+    one. Tokens may come in any groups: the texts together are the same.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: Collection[int] = (), stops: Sequence[str] = ()) -> None:
@@ -87,6 +87,10 @@ class TextStream:
         self._ended = False
         self.used = 0
         self.stopped = False
+
+    @property
+    def found(self) -> str | None:
+        return self._strings.found
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these tokens complete; none of what follows a stop."""
@@ -100,7 +104,7 @@ class TextStream:
                 self.stopped = True
             else:
                 texts.append(self._strings.push(self._detokenizer.push([token])))
-                self.stopped = self._strings.found is not None
+                self.stopped = self.found is not None
         return "".join(texts)
 
     def finish(self) -> str:
@@ -109,7 +113,7 @@ class TextStream:
             return ""
         self._ended = True
         text = self._strings.push(self._detokenizer.finish()) + self._strings.finish()
-        self.stopped = self._strings.found is not None
+        self.stopped = self.found is not None
         return text
 
 

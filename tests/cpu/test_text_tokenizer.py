@@ -52,7 +52,7 @@ def kimi_like(tmp_path_factory) -> Tokenizer:
 
 @cache
 def library() -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_str(folders.trained(512))
+    return tokenizers.Tokenizer.from_str(folders.tokenizer_json())
 
 
 @given(text=texts)
