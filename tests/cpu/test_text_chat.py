@@ -47,10 +47,13 @@ class Terminal:
             os.environ["TERM"] = "dumb"
             os.execv(sys.executable, command)
 
-    def until(self, pattern: str) -> re.Match[str]:
-        """Read until the screen shows `pattern`; what was read before it is forgotten."""
-        deadline = time.monotonic() + LONGEST
+    def until(self, pattern: str, again: str = "") -> re.Match[str]:
+        """Read until the screen shows `pattern`; what was read before it is forgotten. again: typed each second."""
+        deadline, next_time = time.monotonic() + LONGEST, time.monotonic() + 1
         while not (found := re.search(pattern, self.seen)):
+            if again and time.monotonic() > next_time:
+                next_time += 1
+                self.type(again)
             assert time.monotonic() < deadline and self._read(), f"{pattern!r} not in {self.seen!r}"
         self.seen = self.seen[found.end() :]
         return found
@@ -115,10 +118,11 @@ def test_on_a_terminal(model, flags):
         assert 0 < int(terminal.until(STOPPED).group(1)) < 490
         terminal.until("> ")
 
-        terminal.type("\x03")  # at the prompt it ends the line only
-        terminal.until("/reset begins a new conversation")
-        terminal.until("> ")
-        terminal.type("half a line\x03")
+        # At the prompt it ends the line only. Between showing it and waiting for keys, readline hears no signal.
+        terminal.type("half a line")
+        terminal.until("half a line")
+        terminal.type("\x03")
+        terminal.until("/reset begins a new conversation", again="\x03")
         terminal.until("> ")
 
         terminal.type("/reset\r")
