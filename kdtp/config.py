@@ -246,12 +246,13 @@ class EngineConfig:
 
     threads: CPU threads per rank; 0 takes one for a small model, else shares the cores among the ranks.
     kv_tokens: rows of KV cache per rank, rounded up to whole pages; 0 takes 8 sequences of the model's longest
-    context, at most 65536. max_batch: sequences per forward. prefill_chunk: prompt tokens per sequence and forward.
-    graphs: on a GPU, forwards of few rows are replays of CUDA graphs, of the same bits; of no effect on a CPU.
-    max_queue: requests waiting before new ones are refused; at least 1, since each waits for the next step. Times in
-    seconds: step_timeout is the least deadline of a forward (10 x its moving average if that is longer), load_timeout
-    bounds loading, stall_timeout a load without progress, ping_interval is the pause after which an idle engine asks
-    every rank for a sign of life.
+    context, at most 65536. max_batch: sequences per forward. prefill_chunk: rows of prompts per forward, of all
+    sequences. graphs: on a GPU, forwards of few rows are replays of CUDA graphs, of the same bits; of no effect on a
+    CPU. prefix_cache: requests whose texts begin alike share the pages of what is alike; no text changes.
+    max_queue, max_queue_tokens: requests and their tokens waiting before new ones are refused; at least 1, since each
+    waits for the next step, and one alone may be longer. Times in seconds: step_timeout is the least deadline of a
+    forward (10 x its moving average if that is longer), load_timeout bounds loading, stall_timeout a load without
+    progress, ping_interval is the pause after which an idle engine asks every rank for a sign of life.
     """
 
     model: str
@@ -264,7 +265,9 @@ class EngineConfig:
     max_batch: Annotated[int, Range(1, 1024)] = 8
     prefill_chunk: Annotated[int, Range(1, 1 << 16)] = 256
     graphs: bool = True
+    prefix_cache: bool = True
     max_queue: Annotated[int, Range(1, 1 << 20)] = 256
+    max_queue_tokens: Annotated[int, Range(1, 1 << 40)] = 1 << 22
     step_timeout: Seconds = 10.0
     load_timeout: Seconds = 600.0
     stall_timeout: Seconds = 60.0

@@ -137,13 +137,20 @@ FromWorker = Hello | Progress | Ready | Ids | Fault
 
 
 class Submit(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Start a request. `request` is the client's own label, unique among its open ones."""
+    """Start a request. `request` is the client's own label, unique among its open ones.
+
+    budget: tree nodes below the root, at most the engine's; priority: higher ones run first; salt: only requests of one
+    salt share pages of a prefix. None of them changes the text.
+    """
 
     request: Count
     prompt: Annotated[tuple[Token, ...], Meta(min_length=1, max_length=1 << 24)]
     params: SamplingParams
     speculate: bool = True  # False: plain decoding, whatever the engine's drafter (the reference for --check)
     want_logits: bool = False
+    budget: Count | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    salt: Text = ""
 
 
 class Cancel(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -168,13 +175,17 @@ ToEngine = Submit | Cancel | StatusQuery | ShutdownQuery
 class Usage(Struct, frozen=True, forbid_unknown_fields=True):
     """What one request cost. Tokens are counted as emitted, after every cut.
 
-    rounds: verify forwards; forwards: those and the prefill chunks; committed: the sum over rounds of the rows that
-    were kept, root included, and whose token was emitted; drafted_by_depth / accepted_by_depth: rounds in which a
-    node of depth d + 1 was offered / accepted; timings_ms: by stage, whole rounds this request took part in.
+    cached_tokens: of the prompt's, found in the prefix cache when it was admitted; preemptions: how often it lost its
+    rows and ran its text again; rounds: verify forwards; forwards: those and the prefill chunks; committed: the sum
+    over rounds of the rows that were kept, root included, and whose token was emitted; drafted_by_depth /
+    accepted_by_depth: rounds in which a node of depth d + 1 was offered / accepted; timings_ms: by stage, whole rounds
+    this request took part in.
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
+    preemptions: int = 0
     rounds: int = 0
     forwards: int = 0
     committed: int = 0
@@ -215,7 +226,7 @@ class Finished(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 class Failed(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The request's terminal event when it could not be served.
 
-    code: "invalid" (the request), "capacity" (queue full), "shutdown", or "engine" (a rank died, hung or diverged).
+    code: "invalid" (the request), "shutdown", or "engine" (a rank died, hung or diverged).
     request is None when the message that failed had no readable label.
     """
 
@@ -224,11 +235,24 @@ class Failed(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     message: Text
 
 
+class Refused(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The request's terminal event when too much waits already: nothing was done, and it may be sent again.
+
+    reason: which limit, and how much waits; retry_after: seconds until there may be room, an estimate.
+    """
+
+    request: Count
+    reason: Text
+    retry_after: float
+
+
 class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """A picture of the engine. state: "loading" or "ready".
 
-    upto: of the query; open: this client's open requests at that time. A label up to `upto` that is not open has had
-    its terminal event, or the event was lost because this client did not read.
+    waiting_tokens: of the requests that wait; pages_free: that can be taken now, pages_idle: those of them that are
+    kept for what they hold; counters: what was counted since the start. upto: of the query; open: this client's open
+    requests at that time. A label up to `upto` that is not open has had its terminal event, or the event was lost
+    because this client did not read.
     """
 
     upto: Count
@@ -241,7 +265,9 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     running: Count
     waiting: Count
     pages_total: Count
+    waiting_tokens: Count
     pages_free: Count
+    pages_idle: Count
     load_done: Count
     load_total: Count
     worker_pids: tuple[Pid, ...]
@@ -251,4 +277,5 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     max_positions: Count
 
 
-FromEngine = Tokens | Scored | Finished | Failed | Status
+Terminal = Finished | Failed | Refused
+FromEngine = Tokens | Scored | Terminal | Status

@@ -113,7 +113,7 @@ class Track:
         self._coordinator = Coordinator(dataclasses.replace(config, drafter=case.config), MODEL, fleet, drafter)
         params = SamplingParams(MODEL.max_position_embeddings - PROMPT)
         first_id += TOGETHER if case.together else 0
-        self._requests = [Request(first_id + i, prompt, params) for i in range(case.batch)]
+        self._requests = [Request(first_id + i, prompt, params, salt=str(i)) for i in range(case.batch)]
         for request in self._requests:
             self._coordinator.submit(request)
         self._coordinator.step()
@@ -174,7 +174,8 @@ class Bench:
 
     def _config(self, tp: int) -> EngineConfig:
         most = max(self._scope.rounds)
-        return EngineConfig("stub", tp=tp, threads=1, kv_tokens=most * LENGTH, max_batch=most, step_timeout=60.0)
+        sizes = {"kv_tokens": most * LENGTH, "max_batch": most, "prefill_chunk": most * PROMPT}
+        return EngineConfig("stub", tp=tp, threads=1, step_timeout=60.0, **sizes)
 
     def _links(self, place: int) -> Sequence[Link]:
         if place == LOCAL:

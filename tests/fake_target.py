@@ -51,6 +51,7 @@ class FakeWorker:
         self.rank = rank
         self.rows = [POISON] * (pages * PAGE_ROWS)
         self.tables: dict[int, list[int]] = {}
+        self.shared: dict[int, int] = {}  # rows that a sequence found committed when it began
         self.step = 0
         self.forwards = 0
         self.moved = 0
@@ -78,9 +79,7 @@ class FakeWorker:
         return self.tables[seq][row // PAGE_ROWS] * PAGE_ROWS + row % PAGE_ROWS
 
     def _run(self, seq) -> list[int]:
-        owned = {page for table in self.tables.values() for page in table}
-        assert not owned & set(seq.new_pages), "a page of another sequence"
-        self.tables.setdefault(seq.seq, []).extend(seq.new_pages)
+        self._take(seq)
         for i, token in enumerate(seq.tokens):
             self.rows[self._at(seq.seq, seq.start + i)] = token
         chosen = []
@@ -95,6 +94,16 @@ class FakeWorker:
             chosen.append(next_token(prefix))
         return chosen
 
+    def _take(self, seq) -> None:
+        """Append new pages, which are empty but for those that the sequence found committed when it began."""
+        shared = 0 if seq.seq in self.tables else seq.start // PAGE_ROWS
+        assert seq.start >= self.shared.setdefault(seq.seq, seq.start), "a write to a shared row"
+        owned = {page for table in self.tables.values() for page in table}
+        assert not owned & set(seq.new_pages[shared:]), "a page of another sequence"
+        for page in seq.new_pages[shared:]:
+            self.rows[page * PAGE_ROWS : (page + 1) * PAGE_ROWS] = [POISON] * PAGE_ROWS
+        self.tables.setdefault(seq.seq, []).extend(seq.new_pages)
+
     def _commit(self, commit: Commit) -> None:
         for move in commit.moves:
             self.moved += 1
@@ -102,5 +111,4 @@ class FakeWorker:
             for k, token in enumerate(kept):
                 self.rows[self._at(move.seq, move.start + k)] = token
         for seq in commit.released:
-            for page in self.tables.pop(seq):
-                self.rows[page * PAGE_ROWS : (page + 1) * PAGE_ROWS] = [POISON] * PAGE_ROWS
+            del self.tables[seq], self.shared[seq]

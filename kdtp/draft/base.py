@@ -23,8 +23,12 @@ class Ask:
 class Drafter(Protocol):
     """One object for all sequences, so that a network can draft for them in one forward."""
 
-    def open(self, seq: int, prompt: Sequence[int]) -> None:
-        """Start to follow a sequence; its prompt is not followed by a token yet."""
+    def admit(self, seq: int, tokens: Sequence[int], cached: int) -> None:
+        """Start to follow a sequence, before its first forward: its prompt, or, after it was preempted, its whole text.
+
+        cached: how many of the tokens come from the prefix cache. No forward will run them, so a drafter that lives on
+        what a forward leaves behind must rebuild it for them, or keep it beside the pages.
+        """
 
     def absorb(self, seq: int, tokens: Sequence[int]) -> None:
         """Tokens emitted since the last call, in order; the newest is the next root."""

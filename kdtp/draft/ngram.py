@@ -57,11 +57,11 @@ class Ngram:
         self._config = config
         self._texts: dict[int, _Text] = {}
 
-    def open(self, seq: int, prompt: Sequence[int]) -> None:
-        """Index the prompt."""
+    def admit(self, seq: int, tokens: Sequence[int], cached: int) -> None:
+        """Index the text, all of it: what is cached is text too."""
         assert seq not in self._texts, f"sequence {seq} is open"
         self._texts[seq] = _Text(self._config.ngram_max)
-        self._texts[seq].extend(prompt)
+        self._texts[seq].extend(tokens)
 
     def absorb(self, seq: int, tokens: Sequence[int]) -> None:
         """Index the emitted tokens; the time does not depend on the length of the text."""

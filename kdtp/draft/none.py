@@ -11,7 +11,7 @@ from kdtp.types import Proposal
 class Nothing:
     """Proposes nothing, so that every tree is its root."""
 
-    def open(self, seq: int, prompt: Sequence[int]) -> None:
+    def admit(self, seq: int, tokens: Sequence[int], cached: int) -> None:
         """No text is kept."""
 
     def absorb(self, seq: int, tokens: Sequence[int]) -> None:

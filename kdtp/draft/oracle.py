@@ -46,11 +46,17 @@ class Oracle:
         self._lp = score.log_softmax(dim=0)
         self._seqs: dict[int, _Follow] = {}
 
-    def open(self, seq: int, prompt: Sequence[int]) -> None:
-        """Look up the prompt's golden continuation."""
+    def admit(self, seq: int, tokens: Sequence[int], cached: int) -> None:
+        """Look up the golden continuation of the prompt that the text begins with."""
         assert seq not in self._seqs, f"sequence {seq} is open"
-        key = tuple(prompt)
-        self._seqs[seq] = _Follow(self._golden.get(key, ()), 0, hashlib.sha256(repr(key).encode()).hexdigest())
+        prompt = self._prompt(tuple(tokens))
+        key = hashlib.sha256(repr(prompt).encode()).hexdigest()
+        self._seqs[seq] = _Follow(self._golden.get(prompt, ()), len(tokens) - len(prompt), key)
+
+    def _prompt(self, text: tuple[int, ...]) -> tuple[int, ...]:
+        """The longest known prompt whose golden text goes on like this one; the text itself if there is none."""
+        known = [p for p, golden in self._golden.items() if len(p) <= len(text) and (p + golden)[: len(text)] == text]
+        return max(known, key=len, default=text)
 
     def absorb(self, seq: int, tokens: Sequence[int]) -> None:
         """Compare the emitted tokens with the golden ones."""

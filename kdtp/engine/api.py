@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -15,7 +14,7 @@ from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.engine.backends import Backend, Closed, Group, InProcess, OnProgress
 from kdtp.engine.plan import Plan, plan
 from kdtp.engine.rpc import EngineBusy, EngineDead, Reply
-from kdtp.messages import Failed, Finished, FromEngine, Scored, Tokens, Usage
+from kdtp.messages import Failed, Finished, FromEngine, Refused, Scored, Terminal, Tokens, Usage
 from kdtp.types import Logprob, SamplingParams
 
 
@@ -88,19 +87,19 @@ class Engine:
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"params: {len(each)} for {len(prompts)} prompts")
-        work = iter(zip(range(len(prompts)), prompts, each, strict=True))
         got: list[list[Reply]] = [[] for _ in prompts]
         open_ones: dict[int, int] = {}  # label -> index of its prompt
+        sent = 0
         try:
             while True:
-                # No more at once than the engine takes without refusing.
-                for index, prompt, p in itertools.islice(work, max(0, self.config.max_queue - len(open_ones))):
-                    open_ones[self._backend.submit(prompt, p, speculate, want_logits)] = index
+                for index in self._room(prompts, sent, open_ones.values()):
+                    open_ones[self._backend.submit(prompts[index], each[index], speculate, want_logits)] = index
+                    sent = index + 1
                 if not open_ones:
                     return [_completion(prompt, replies) for prompt, replies in zip(prompts, got, strict=True)]
                 for label, message, frame in self._backend.wait(open_ones):
                     index = open_ones[label]
-                    if isinstance(message, Finished | Failed):
+                    if isinstance(message, Terminal):
                         del open_ones[label]
                     _raise_if_failed(message)
                     got[index].append((message, frame))
@@ -110,6 +109,17 @@ class Engine:
             for label in open_ones:
                 self._backend.forget(label)
             raise
+
+    def _room(self, prompts: Sequence[Sequence[int]], sent: int, open_ones: Iterable[int]) -> range:
+        """The next prompts behind `sent`, as many as the engine takes without refusing while others are open."""
+        lengths = [len(prompts[i]) for i in open_ones]
+        last = sent
+        while last < len(prompts) and len(lengths) < self.config.max_queue:
+            lengths.append(len(prompts[last]))
+            if len(lengths) > 1 and sum(lengths) > self.config.max_queue_tokens:
+                break
+            last += 1
+        return range(sent, last)
 
     def stream(
         self,
@@ -153,9 +163,10 @@ class Engine:
 
 
 def _raise_if_failed(message: FromEngine) -> None:
+    if isinstance(message, Refused):
+        raise EngineBusy(message.reason, message.retry_after)
     if isinstance(message, Failed):
-        kind = {"invalid": ValueError, "capacity": EngineBusy}.get(message.code, EngineDead)
-        raise kind(message.message)
+        raise (ValueError if message.code == "invalid" else EngineDead)(message.message)
 
 
 def _completion(prompt: Sequence[int], replies: Sequence[Reply]) -> Completion:

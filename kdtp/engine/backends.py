@@ -15,7 +15,7 @@ from kdtp.engine.plan import Plan
 from kdtp.engine.request import Request
 from kdtp.engine.rpc import Client, EngineBusy, EngineDead, Labelled, Reply
 from kdtp.engine.scheduler import QueueFull
-from kdtp.messages import Failed, Finished
+from kdtp.messages import Terminal
 from kdtp.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class InProcess:
         try:
             self._coordinator.submit(Request(self._opened, tuple(prompt), params, speculate, want_logits))
         except QueueFull as error:
-            raise EngineBusy(str(error)) from None
+            raise EngineBusy(str(error), error.retry_after) from None
         self._events[self._opened] = deque()
         return self._opened
 
@@ -90,7 +90,7 @@ class InProcess:
     def _take(self, request: int) -> list[Reply]:
         replies = list(self._events[request])
         self._events[request].clear()
-        if replies and isinstance(replies[-1][0], Finished | Failed):
+        if replies and isinstance(replies[-1][0], Terminal):
             del self._events[request]
         return replies
 

@@ -13,7 +13,7 @@ from kdtp.engine.fleet import Fleet
 from kdtp.engine.outcome import Event, Outcome, Picked, parts
 from kdtp.engine.pages import PagePool
 from kdtp.engine.request import Request
-from kdtp.engine.scheduler import Scheduler
+from kdtp.engine.scheduler import Scheduler, Step, Turn
 from kdtp.log import logger
 from kdtp.messages import Failed, Finished
 from kdtp.spec import accept, tree
@@ -71,31 +71,48 @@ class Coordinator:
         """Whether no request is open."""
         return not self.scheduler.running and not self.scheduler.waiting
 
+    def totals(self) -> Counter[str]:
+        """Everything counted so far."""
+        return self.counters + self.scheduler.counters + Counter(prefix_evictions=self.pool.evictions)
+
     # ------------------------------------------------------------------ one round
 
     def step(self) -> list[Event]:
         """Run one round for every running request, and say what came of it."""
-        batch = self.scheduler.next()
-        prefilling = [request.prefilling for request in batch]
+        plan = self.scheduler.next()
+        self._make_way(plan)
         self._spent = {}
         with self._stage("draft"):
-            proposals = self._propose(batch)
-        begun = [request.begin() for request in batch if not request.pages_sent]
+            proposals = self._propose(plan.turns)
+        begun = [turn.request.begin() for turn in plan.turns if not turn.request.begun]
         with self._stage("build"):
-            rows = [self._rows(request, proposals.get(request.id)) for request in batch]
+            rows = [self._rows(turn, proposals.get(turn.request.id)) for turn in plan.turns]
         with self._stage("verify"):
-            answer, logits = self.fleet.forward(rows, begun, any(request.want_logits for request in batch))
+            want_logits = any(turn.request.want_logits for turn in plan.turns)
+            answer, logits = self.fleet.forward(rows, begun, want_logits)
         with self._stage("accept"):
-            answers = zip(batch, rows, parts(batch, rows, answer), strict=True)
-            outcomes = [self._settle(request, r, picked) for request, r, picked in answers]
+            answers = zip(plan.turns, rows, parts(plan.turns, rows, answer), strict=True)
+            outcomes = [self._settle(turn, r, picked) for turn, r, picked in answers]
         with self._stage("commit"):
-            ended = [o.request for o in outcomes if o.ended]
-            self._commit([o.move for o in outcomes if o.move and not o.ended], ended)
+            self._commit([o.move for o in outcomes if o.move], [o.request for o in outcomes if o.ended])
             for outcome in outcomes:
                 if not outcome.ended:
                     self._absorb(outcome)
-        self._book(batch, prefilling)
+        self._book(plan.turns)
         return [event for outcome in outcomes for event in outcome.events(logits, self.model.vocab_size)]
+
+    def _make_way(self, plan: Step) -> None:
+        """What the plan changes before anything runs: who was preempted is forgotten, who comes is followed."""
+        if plan.released:
+            self.fleet.commit([], plan.released)
+        for request in plan.preempted:
+            self._close(request)
+        for request in plan.admitted:
+            if self.scheduler.budget(request):
+                self._drafting.add(request.id)
+                self.drafter.admit(
+                    request.id, request.span(0, len(request.prompt) + len(request.tokens)), request.start
+                )
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -103,57 +120,60 @@ class Coordinator:
         yield
         self._spent[name] = time.perf_counter() - start
 
-    def _propose(self, batch: Sequence[Request]) -> dict[int, Proposal]:
-        asks = [Ask(request.id, self._room(request)) for request in batch if self._speculates(request)]
+    def _propose(self, turns: Sequence[Turn]) -> dict[int, Proposal]:
+        asks = [Ask(turn.request.id, self._room(turn.request)) for turn in turns if self._width(turn) > 0]
         asks = [ask for ask in asks if ask.depth > 0]
         proposals = self.drafter.propose(asks) if asks else []
         return {ask.seq: p for ask, p in zip(asks, proposals, strict=True) if p is not None}
 
-    def _speculates(self, request: Request) -> bool:
-        return request.speculate and not request.prefilling and self.config.drafter.budget > 0
+    def _width(self, turn: Turn) -> int:
+        """How many nodes below the root the request's tree may have."""
+        return 0 if turn.chunk else min(self.scheduler.budget(turn.request), turn.rows - 1)
 
     def _room(self, request: Request) -> int:
         return request.room(self.config.drafter.block, self.model.max_position_embeddings)
 
-    def _rows(self, request: Request, proposal: Proposal | None) -> SeqRows:
-        """What this request runs: the next chunk of its prompt, or the tree grown from its root."""
-        if request.prefilling:
-            return self._chunk(request)
-        grown = self._grow(request, proposal)
-        return self._seq_rows(request, grown.tokens, grown.parents, len(grown))
+    def _rows(self, turn: Turn, proposal: Proposal | None) -> SeqRows:
+        """What this request runs: the next chunk of its text, or the tree grown from its root."""
+        if turn.chunk:
+            return self._chunk(turn)
+        grown = self._grow(turn, proposal)
+        return self._seq_rows(turn.request, grown.tokens, grown.parents, len(grown))
 
-    def _chunk(self, request: Request) -> SeqRows:
-        scores = request.params.prompt_logprobs is not None
-        size = min(self.config.prefill_chunk, self._most_scored) if scores else self.config.prefill_chunk
-        chunk = request.prompt[request.start : request.start + size]
-        end = request.start + len(chunk)
-        pick = len(chunk) if scores else int(end == len(request.prompt))
-        scored = request.prompt[request.start + 1 : end + 1] if scores else ()
-        return self._seq_rows(request, chunk, tuple(range(ROOT, len(chunk) - 1)), pick, scored)
-
-    def _grow(self, request: Request, proposal: Proposal | None) -> Tree:
-        root = request.tokens[-1]
+    def _grow(self, turn: Turn, proposal: Proposal | None) -> Tree:
+        root = turn.request.tokens[-1]
         if proposal is None:
             return Tree((root,), (ROOT,))
         build = tree.chain if self.config.drafter.shape == "chain" else tree.build
-        return build(proposal, root, self.config.drafter.budget, self._room(request))
+        return build(proposal, root, self._width(turn), self._room(turn.request))
+
+    def _chunk(self, turn: Turn) -> SeqRows:
+        request, length = turn.request, len(turn.request.prompt)
+        scores = request.params.prompt_logprobs is not None and request.scored < length
+        size = min(turn.rows, self._most_scored) if scores else turn.rows
+        end = request.start + size
+        # The last row chooses the first token, unless that was emitted before the request was preempted.
+        pick, scored = int(end == length and not request.tokens), request.prompt[:0]
+        if scores:
+            first = max(request.start, request.scored)
+            pick, scored = max(0, end - first), request.prompt[first + 1 : end + 1]
+        return self._seq_rows(request, request.span(request.start, end), tuple(range(ROOT, size - 1)), pick, scored)
 
     def _seq_rows(
         self, request: Request, tokens: TokenIds, parents: tuple[int, ...], pick: int, scored: TokenIds = ()
     ) -> SeqRows:
-        pages = () if request.pages_sent else request.pages
-        request.pages_sent = True
-        return SeqRows(request.id, request.start, tokens, parents, pick, pages, request.tell(), scored)
+        return SeqRows(request.id, request.start, tokens, parents, pick, request.tell_pages(), request.tell(), scored)
 
     # ------------------------------------------------------------------ what came of it
 
-    def _settle(self, request: Request, rows: SeqRows, picked: Picked) -> Outcome:
+    def _settle(self, turn: Turn, rows: SeqRows, picked: Picked) -> Outcome:
         """Walk the request's tree and emit."""
-        start = request.start
-        if request.prefilling:
+        request, start = turn.request, turn.request.start
+        if turn.chunk:
             kept = tuple(range(len(rows.tokens)))
-            last = start + len(kept) == len(request.prompt)
-            new, at = list(picked.ids[-1:] if last else ()), [rows.pick - 1]
+            chooses = start + len(kept) == len(request.prompt) and not request.tokens
+            new, at = list(picked.ids[-1:] if chooses else ()), [rows.pick - 1]
+            request.scored = max(request.scored, start + len(kept))
         else:
             path = accept.walk(rows, picked.ids)
             kept, new = path.rows, [rows.tokens[row] for row in path.rows[1:]] + [path.bonus]
@@ -162,12 +182,16 @@ class Coordinator:
         request.forwards += 1
         broken = NO_TOKEN in new
         emitted, reason = request.extend(new[: -1 if broken else None], self.model.max_position_embeddings)
-        if start >= len(request.prompt):
+        if not turn.chunk:
             self._count(request, max(depths(rows.parents)), min(len(kept) - 1, len(emitted)))
         move = Move(rows.seq, start, kept) if kept != tuple(range(len(kept))) else None
-        at = at[: len(emitted)]
+        first_scored = start + len(rows.tokens) - rows.pick
         broken = broken and reason is None
-        return Outcome(request, start, picked, emitted, at, move, len(rows.scored), reason, broken)
+        if not broken:
+            self.scheduler.keep(request)
+        return Outcome(
+            request, first_scored, picked, emitted, at[: len(emitted)], move, len(rows.scored), reason, broken
+        )
 
     def _count(self, request: Request, depth: int, matched: int) -> None:
         request.count_round(depth, matched)
@@ -183,23 +207,22 @@ class Coordinator:
         if moves or released:
             self.fleet.commit(moves, released)
         for request in ended:
-            if request.id in self._drafting:
-                self._drafting.remove(request.id)
-                self.drafter.close(request.id)
+            self._close(request)
+
+    def _close(self, request: Request) -> None:
+        if request.id in self._drafting:
+            self._drafting.remove(request.id)
+            self.drafter.close(request.id)
 
     def _absorb(self, outcome: Outcome) -> None:
-        request = outcome.request
-        if not request.speculate or not outcome.emitted:
-            return
-        if request.id not in self._drafting:
-            self._drafting.add(request.id)
-            self.drafter.open(request.id, request.prompt)
-        self.drafter.absorb(request.id, outcome.emitted)
+        if outcome.emitted and outcome.request.id in self._drafting:
+            self.drafter.absorb(outcome.request.id, outcome.emitted)
 
-    def _book(self, batch: Sequence[Request], prefilled: Sequence[bool]) -> None:
-        for request, prefill in zip(batch, prefilled, strict=True):
-            if prefill:
-                request.seconds["prefill"] += sum(self._spent.values())
+    def _book(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            seconds = turn.request.seconds
+            if turn.chunk:
+                seconds["prefill"] += sum(self._spent.values())
             else:
-                for stage, seconds in self._spent.items():
-                    request.seconds[stage] += seconds
+                for stage, spent in self._spent.items():
+                    seconds[stage] += spent

@@ -26,7 +26,18 @@ from kdtp.engine.request import Request
 from kdtp.engine.rpc import Server
 from kdtp.engine.scheduler import QueueFull
 from kdtp.log import logger
-from kdtp.messages import Cancel, Failed, Finished, FromEngine, ShutdownQuery, Status, StatusQuery, Submit, ToEngine
+from kdtp.messages import (
+    Cancel,
+    Failed,
+    FromEngine,
+    Refused,
+    ShutdownQuery,
+    Status,
+    StatusQuery,
+    Submit,
+    Terminal,
+    ToEngine,
+)
 from kdtp.version import __version__
 
 EXIT_FAULT = 70  # a rank died, hung, diverged or failed
@@ -124,14 +135,24 @@ class Host:
             self._rpc.send(client, Failed(None, "invalid", f"request = {label}: is the label of an open request"))
             return
         self._opened += 1
-        request = Request(self._opened, message.prompt, message.params, message.speculate, message.want_logits)
+        request = Request(
+            id=self._opened,
+            prompt=message.prompt,
+            params=message.params,
+            speculate=message.speculate,
+            want_logits=message.want_logits,
+            budget=message.budget,
+            priority=message.priority,
+            salt=message.salt,
+        )
         try:
             self._coordinator.submit(request)
-        except (ValueError, QueueFull) as error:
-            code = "invalid" if isinstance(error, ValueError) else "capacity"
-            self._rpc.send(client, Failed(label, code, str(error)))
-            return
-        self._clients[request.id] = (client, label)
+        except ValueError as error:
+            self._rpc.send(client, Failed(label, "invalid", str(error)))
+        except QueueFull as error:
+            self._rpc.send(client, Refused(label, str(error), error.retry_after))
+        else:
+            self._clients[request.id] = (client, label)
 
     def _cancel(self, ids: Iterable[int]) -> None:
         for request_id in ids:
@@ -149,7 +170,7 @@ class Host:
             if known is None:
                 continue
             client, label = known
-            if isinstance(message, Finished | Failed):
+            if isinstance(message, Terminal):
                 del self._clients[message.request]
             if not self._rpc.send(client, _relabel(message, label), event.logits):
                 gone.add(client)
@@ -162,7 +183,7 @@ class Host:
     def _status(self, client: bytes, upto: int) -> Status:
         coordinator, scheduler = self._coordinator, self._coordinator.scheduler
         done, total = self._handshake.loaded
-        counters = coordinator.counters + self._fleet.dropped() + self._rpc.dropped
+        counters = coordinator.totals() + self._fleet.dropped() + self._rpc.dropped
         counters["desync_checks"] = self._fleet.desync_checks
         return Status(
             upto=upto,
@@ -175,7 +196,9 @@ class Host:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             pages_total=coordinator.pool.total,
+            waiting_tokens=scheduler.waiting_tokens,
             pages_free=coordinator.pool.free,
+            pages_idle=coordinator.pool.idle,
             load_done=done,
             load_total=total,
             worker_pids=tuple(link.hello.pid for link in self._fleet.links if link.hello),

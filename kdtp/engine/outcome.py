@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from kdtp.engine.request import Request
+from kdtp.engine.scheduler import Turn
 from kdtp.messages import Failed, Finished, Ids, Scored, Tokens
 from kdtp.types import Logprob, Move, SeqRows
 
 _BYTES = 4  # of a float32 logit
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something to tell the client of a request; `logits` are raw float32 bytes, if it asked for them."""
 
     message: Tokens | Scored | Finished | Failed
     logits: bytes | None = None
 
 
-@dataclass(frozen=True)
-class Picked:
+class Picked(NamedTuple):
     """One request's part of the step's answer: the ids of its picked rows, the place of the first among all rows, and
     what is known of their probabilities, if it asked."""
 
@@ -32,25 +31,24 @@ class Picked:
     logprobs: Sequence[Logprob]
 
 
-def parts(batch: Sequence[Request], rows: Sequence[SeqRows], answer: Ids) -> Iterator[Picked]:
+def parts(turns: Sequence[Turn], rows: Sequence[SeqRows], answer: Ids) -> Iterator[Picked]:
     """The answer, cut up by request."""
     first = told = 0
-    for request, r in zip(batch, rows, strict=True):
-        known = r.pick if request.best >= 0 else 0
+    for turn, r in zip(turns, rows, strict=True):
+        known = r.pick if turn.request.best >= 0 else 0
         yield Picked(answer.ids[first : first + r.pick], first, answer.logprobs[told : told + known])
         first, told = first + r.pick, told + known
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What one step did to one request.
 
-    at: of its picked rows, those that chose the emitted tokens; move: rows to keep; scored: how many prompt tokens
-    behind row `start` the picked rows tell of; broken: no token could be chosen.
+    first: its first picked row; at: of the picked rows, those that chose the emitted tokens; move: rows to keep;
+    scored: how many prompt tokens behind row `first` the picked rows tell of; broken: no token could be chosen.
     """
 
     request: Request
-    start: int
+    first: int
     picked: Picked
     emitted: list[int]
     at: list[int]
@@ -69,7 +67,7 @@ class Outcome:
         request, params = self.request, self.request.params
         if self.scored:
             scored = _best(self.picked.logprobs[: self.scored], params.prompt_logprobs)
-            yield Event(Scored(request.id, self.start + 1, scored))
+            yield Event(Scored(request.id, self.first + 1, scored))
         if self.emitted:
             known = [self.picked.logprobs[row] for row in self.at] if params.logprobs is not None else []
             raw = self._raw(logits, _BYTES * vocab_size) if request.want_logits and logits is not None else None

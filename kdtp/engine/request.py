@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kdtp.engine.pages import empty_text, page_key
 from kdtp.messages import Begin, Usage
-from kdtp.types import Rule, SamplingParams
+from kdtp.types import PAGE_ROWS, Rule, SamplingParams
 
 STAGES = ("prefill", "draft", "build", "verify", "accept", "commit")
 GREEDY = Rule()
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One request, from submit to its end. `id` also names its sequence on the workers.
 
-    start: rows of KV committed; tokens: emitted so far, of which the last is the root (it has no KV yet);
-    stops: token ids that end it; rule: how its tokens are chosen; pages: its part of the pool, taken when it is
-    admitted; untold: newest tokens of which the workers do not know that they were emitted.
+    speculate, budget (tree nodes below the root; None: the engine's), priority (higher runs first), salt (of its
+    prefix: only requests of one salt share pages) change what it costs and when it comes, never its text.
+
+    Where it stands: start: rows of KV committed; tokens: emitted so far, of which the last is the root (it has no KV
+    yet); pages: its part of the pool, of which the workers know the first `sent`; kept: pages of its text that are
+    known by content; scored: prompt rows whose log-probabilities were told; begun: whether the workers know it;
+    untold: newest tokens of which the workers do not know that they were emitted.
     """
 
     id: int
@@ -26,24 +31,66 @@ class Request:
     params: SamplingParams
     speculate: bool = True
     want_logits: bool = False
+    budget: int | None = None
+    priority: int = 0
+    salt: str = ""
+    # Set by the scheduler when it is submitted.
+    order: int = 0
     stops: frozenset[int] = frozenset()
     rule: Rule = GREEDY
+    # Where it stands.
     start: int = 0
     tokens: list[int] = field(default_factory=list)
-    pages: tuple[int, ...] = ()
-    pages_sent: bool = False
+    pages: list[int] = field(default_factory=list)
+    sent: int = 0
+    kept: int = 0
+    scored: int = 0
+    begun: bool = False
     untold: int = 0
+    # What it has cost.
+    cached: int = 0
+    preemptions: int = 0
     rounds: int = 0
     forwards: int = 0
     committed: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    _keys: list[bytes] = field(default_factory=list)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among all: the lowest is admitted first and preempted last."""
+        return -self.priority, self.order
+
+    @property
+    def goal(self) -> int:
+        """Rows that must be committed before the next token is chosen by a tree: all but the root's."""
+        return len(self.prompt) + max(0, len(self.tokens) - 1)
 
     @property
     def prefilling(self) -> bool:
-        """Whether prompt tokens are still to be run."""
-        return self.start < len(self.prompt)
+        """Whether it is to run a chunk of its text next: its prompt, or what it lost when it was preempted."""
+        return self.start < self.goal
+
+    def span(self, first: int, last: int) -> tuple[int, ...]:
+        """Tokens first .. last - 1 of its text, prompt and emitted."""
+        length = len(self.prompt)
+        if last <= length:
+            return self.prompt[first:last]
+        return self.prompt[first:] + tuple(self.tokens[max(0, first - length) : last - length])
+
+    def keys(self, pages: int) -> list[bytes]:
+        """The keys of the empty text and of the first `pages` pages of its text."""
+        if not self._keys:
+            self._keys.append(empty_text(self.salt))
+        for page in range(len(self._keys) - 1, pages):
+            self._keys.append(page_key(self._keys[-1], self.span(page * PAGE_ROWS, (page + 1) * PAGE_ROWS)))
+        return self._keys[: pages + 1]
+
+    def forget(self) -> None:
+        """Lose all rows; what was emitted stays."""
+        self.start, self.pages, self.sent, self.kept, self.begun = 0, [], 0, 0, False
 
     def room(self, block: int, max_positions: int) -> int:
         """How deep a draft may be now: no node beyond the last token asked for, nor beyond the last position.
@@ -78,7 +125,7 @@ class Request:
 
     def begin(self) -> Begin:
         """What the workers must know before its first rows."""
-        self.untold = 0
+        self.begun, self.untold = True, 0
         texts = (self.prompt, tuple(self.tokens)) if self.rule.counts else ((), ())
         return Begin(self.id, len(self.prompt), self.rule, *texts, self.best)
 
@@ -86,6 +133,13 @@ class Request:
         """The emitted tokens that the workers have not counted yet, if they count."""
         told, self.untold = self.untold, 0
         return tuple(self.tokens[len(self.tokens) - told :]) if told and self.rule.counts else ()
+
+    def tell_pages(self) -> tuple[int, ...]:
+        """The pages of which the workers do not know yet."""
+        if self.sent == len(self.pages):
+            return ()
+        first, self.sent = self.sent, len(self.pages)
+        return tuple(self.pages[first:])
 
     def count_round(self, depth: int, matched: int) -> None:
         """Record a verify round: a draft of `depth`, of which `matched` tokens were accepted and emitted."""
@@ -101,7 +155,9 @@ class Request:
         milliseconds = {stage: round(seconds * 1e3, 3) for stage, seconds in self.seconds.items()}
         return Usage(
             prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached,
             completion_tokens=len(self.tokens),
+            preemptions=self.preemptions,
             rounds=self.rounds,
             forwards=self.forwards,
             committed=self.committed,

@@ -1,7 +1,7 @@
 """The coordinator's RPC: MessagePack over ZeroMQ, one ROUTER, any number of DEALER clients on the same machine.
 
 A client sends Submit, Cancel, StatusQuery, ShutdownQuery; it gets Tokens (each with its position), one terminal
-Finished or Failed per request, and Status. Neither side needs torch.
+event per request (Finished, Failed or Refused), and Status. Neither side needs torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ import zmq
 
 from kdtp.engine.link import MOST_AT_ONCE, is_round, tune
 from kdtp.log import logger
-from kdtp.messages import Cancel, Failed, Finished, FromEngine, ShutdownQuery, Status, StatusQuery, Submit, ToEngine
+from kdtp.messages import (
+    Cancel,
+    Failed,
+    FromEngine,
+    ShutdownQuery,
+    Status,
+    StatusQuery,
+    Submit,
+    Terminal,
+    ToEngine,
+)
 from kdtp.types import SamplingParams
 
 MAX_REQUEST = 16 << 20  # bytes of one client message
@@ -32,7 +42,11 @@ class EngineDead(RuntimeError):
 
 
 class EngineBusy(RuntimeError):
-    """The engine's queue is full: try again later. Nothing was lost."""
+    """The engine's queue is full: try again in about `retry_after` seconds. Nothing was lost."""
+
+    def __init__(self, text: str, retry_after: float) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
 
 
 class Server:
@@ -115,12 +129,19 @@ class Client:
         self._send(StatusQuery())
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, speculate: bool = True, want_logits: bool = False
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        speculate: bool = True,
+        want_logits: bool = False,
+        budget: int | None = None,
+        priority: int = 0,
+        salt: str = "",
     ) -> int:
-        """Start a request; its label."""
+        """Start a request, as of Submit; its label."""
         self._labels += 1
         self._events[self._labels] = deque()
-        self._send(Submit(self._labels, tuple(prompt), params, speculate, want_logits))
+        self._send(Submit(self._labels, tuple(prompt), params, speculate, want_logits, budget, priority, salt))
         return self._labels
 
     def cancel(self, request: int) -> None:
@@ -156,7 +177,7 @@ class Client:
         open_ones = set(requests)
         while open_ones:
             for request, message, frame in self.wait(open_ones):
-                if isinstance(message, Finished | Failed):
+                if isinstance(message, Terminal):
                     open_ones.discard(request)
                 yield request, message, frame
 
@@ -178,7 +199,7 @@ class Client:
     def _take(self, request: int) -> list[Reply]:
         replies = list(self._events[request])
         self._events[request].clear()
-        if replies and isinstance(replies[-1][0], Finished | Failed):
+        if replies and isinstance(replies[-1][0], Terminal):
             del self._events[request]
         return replies
 
@@ -226,7 +247,7 @@ class Client:
         """End requests that the engine knows no more, although their end never came: it could not deliver it, or it is
         another engine at the same address."""
         for request, queue in self._events.items():
-            ended = bool(queue) and isinstance(queue[-1][0], Finished | Failed)
+            ended = bool(queue) and isinstance(queue[-1][0], Terminal)
             if request <= status.upto and request not in status.open and not ended:
                 text = "the engine gave up this request: its events could not be delivered"
                 queue.append((Failed(request, "engine", text), None))

@@ -15,6 +15,7 @@ class PagedCache:
     """kv [layers, pages * 64, kv_row]; a sequence's row i lies in page i // 64 of its append-only table.
 
     Latent rows are the same on every rank, so one page map, the coordinator's, is true for all; it is checked here.
+    Several sequences may hold a page whose rows were all committed before they began; nobody writes to it then.
     RuntimeError for a page that does not exist or is another's, a row beyond the table, an unknown sequence.
     poison: rows without content are NaN, so that reading one shows. Tables stay on the host.
     """
@@ -30,23 +31,32 @@ class PagedCache:
         self.pages = pages
         self.kv = torch.zeros(config.num_hidden_layers, pages * PAGE_ROWS, config.kv_row, dtype=dtype, device=device)
         self._poison = poison
-        self._owner: dict[int, int] = {}
+        self._holders: dict[int, list[int]] = {}  # of each page, the sequences whose tables have it
+        self._shared: dict[int, int] = {}  # per sequence, rows that it found committed when it began
         self._lines: dict[int, torch.Tensor] = {}  # per sequence, the cache row of each of its rows
         if poison:
             self.kv.fill_(torch.nan)
 
-    def append(self, seq: int, pages: Sequence[int]) -> None:
-        """Append pages to the table of `seq`, which the first call opens."""
-        if seq in self._lines and not pages:
+    def append(self, seq: int, pages: Sequence[int], start: int = 0) -> None:
+        """Append pages to the table of `seq`, which the first call opens; start: its rows that are committed now."""
+        known = seq in self._lines
+        if known and start < self._shared[seq]:
+            raise RuntimeError(f"sequence {seq}: row {start} is shared, as are all before {self._shared[seq]}")
+        if known and not pages:
             return
+        shared = 0 if known else start // PAGE_ROWS
         for i, page in enumerate(pages):
             if not 0 <= page < self.pages:
                 raise RuntimeError(f"sequence {seq}: page {page} is not one of 0..{self.pages - 1}")
-            owner = seq if page in pages[:i] else self._owner.get(page)
-            if owner is not None:
-                raise RuntimeError(f"sequence {seq}: page {page} already belongs to sequence {owner}")
-        self._owner |= dict.fromkeys(pages, seq)
+            holders = [seq] if page in pages[:i] else self._holders.get(page, [])
+            if holders and (i >= shared or seq in holders):
+                raise RuntimeError(f"sequence {seq}: page {page} already belongs to sequence {holders[0]}")
+        for page in pages:
+            self._holders.setdefault(page, []).append(seq)
         new = [torch.arange(page * PAGE_ROWS, (page + 1) * PAGE_ROWS) for page in pages]
+        if self._poison and new[shared:]:
+            self.kv[:, torch.cat(new[shared:]).to(self.kv.device)] = torch.nan
+        self._shared.setdefault(seq, start)
         self._lines[seq] = torch.cat([self._lines.get(seq, torch.empty(0, dtype=torch.int64)), *new])
 
     def line(self, seq: int, count: int) -> torch.Tensor:
@@ -70,12 +80,13 @@ class PagedCache:
             self.kv[:, self._lines[seq][start + len(kept) :].to(self.kv.device)] = torch.nan
 
     def release(self, seqs: Iterable[int]) -> None:
-        """Forget sequences; their pages are free."""
+        """Forget sequences. What their pages hold stays, until they are another's."""
         for seq in seqs:
             if seq not in self._lines:
                 raise RuntimeError(f"sequence {seq} has no page table")
-            line = self._lines.pop(seq)
-            for row in line[::PAGE_ROWS].tolist():
-                del self._owner[row // PAGE_ROWS]
-            if self._poison:
-                self.kv[:, line.to(self.kv.device)] = torch.nan
+            del self._shared[seq]
+            for row in self._lines.pop(seq)[::PAGE_ROWS].tolist():
+                holders = self._holders[row // PAGE_ROWS]
+                holders.remove(seq)
+                if not holders:
+                    del self._holders[row // PAGE_ROWS]

@@ -80,7 +80,7 @@ class Shard:
         """
         self._check(seqs)
         for seq in seqs:
-            self.cache.append(seq.seq, seq.new_pages)
+            self.cache.append(seq.seq, seq.new_pages, seq.start)
         picked = sum(seq.pick for seq in seqs)
         # The ranks' parts have one width, so that they can be gathered; the last ones may hold less.
         width = -(-self.config.vocab_size // self.comm.size)

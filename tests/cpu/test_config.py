@@ -82,6 +82,7 @@ LEGAL: dict[type, tuple[dict[str, Any], dict[str, tuple[float, float]]]] = {
             "max_batch": (1, 1024),
             "prefill_chunk": (1, 2**16),
             "max_queue": (1, 2**20),
+            "max_queue_tokens": (1, 2**40),
             "step_timeout": (0.001, DAY),
             "load_timeout": (0.001, DAY),
             "stall_timeout": (0.001, DAY),
@@ -124,7 +125,7 @@ def test_the_table_has_every_number(cls: type) -> None:
     numbers = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set(cls.__annotations__)
     others = {
         "scoring_func", "topk_method", "norm_topk_prob", "rope_scaling", "eos_token_ids", "name", "shape", "hit",
-        "model", "device", "dtype", "drafter", "graphs", "stop_tokens", "ignore_eos",
+        "model", "device", "dtype", "drafter", "graphs", "prefix_cache", "stop_tokens", "ignore_eos",
         "allowed_tokens", "banned_tokens", "logit_bias",
     }  # fmt: skip
     assert numbers - others == set(LEGAL[cls][1])

@@ -15,7 +15,7 @@ from kdtp.types import Trie
 
 def drafter_of(text: list[int], **settings):
     drafter = make(DrafterConfig(name="ngram", **settings), {}, 100)
-    drafter.open(1, text)
+    drafter.admit(1, text, 0)
     return drafter
 
 
@@ -95,11 +95,11 @@ def test_no_token_is_special():
 
 def test_sequences_do_not_share_text():
     drafter = drafter_of([1, 2, 3, 1])
-    drafter.open(2, [4, 5, 4])
+    drafter.admit(2, [4, 5, 4], 0)
     first, second, again = drafter.propose([Ask(1, 2), Ask(2, 2), Ask(1, 1)])
     assert (first.tokens, second.tokens, again.tokens) == ([2, 3], [5, 4], [2])
     drafter.close(1)
-    drafter.open(1, [6, 7])
+    drafter.admit(1, [6, 7], 0)
     assert one(drafter, 3) is None
     assert one(drafter, 2, 2) == second
 

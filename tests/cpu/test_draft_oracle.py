@@ -18,7 +18,7 @@ GOLDEN = tuple(random.Random(0).randrange(VOCAB) for _ in range(400))
 
 def oracle(vocab: int = VOCAB, **settings) -> Drafter:
     drafter = make(DrafterConfig(name="oracle", **settings), {PROMPT: GOLDEN}, vocab)
-    drafter.open(1, PROMPT)
+    drafter.admit(1, PROMPT, 0)
     return drafter
 
 
@@ -29,7 +29,7 @@ def one(drafter: Drafter, depth: int, seq: int = 1) -> Marginals | None:
 
 def test_none_proposes_nothing():
     drafter = make(DrafterConfig(name="none"), {PROMPT: GOLDEN}, VOCAB)
-    drafter.open(1, PROMPT)
+    drafter.admit(1, PROMPT, 0)
     drafter.absorb(1, GOLDEN[:3])
     assert drafter.propose([Ask(1, 7), Ask(1, 3)]) == [None, None]
     drafter.close(1)
@@ -82,8 +82,8 @@ def test_the_text_ends_and_unknown_or_left_texts_get_none():
     drafter.absorb(1, [0])
     assert one(drafter, 7) is None
 
-    drafter.open(2, (3, 1))
-    drafter.open(3, PROMPT)
+    drafter.admit(2, (3, 1), 0)
+    drafter.admit(3, PROMPT, 0)
     drafter.absorb(2, GOLDEN[:1])
     drafter.absorb(3, GOLDEN[:4])
     assert one(drafter, 7, 2) is None and one(drafter, 7, 3) is not None
@@ -93,7 +93,7 @@ def test_the_text_ends_and_unknown_or_left_texts_get_none():
     assert one(drafter, 7, 3) is None
     for seq in (1, 2, 3):
         drafter.close(seq)
-    drafter.open(1, PROMPT)
+    drafter.admit(1, PROMPT, 0)
     assert len(one(drafter, 7).ids) == 7
 
 
@@ -106,7 +106,7 @@ def test_a_proposal_depends_on_seed_prompt_and_place_alone():
     other = (9, 9)
     crowd = make(DrafterConfig(name="oracle", **settings), {PROMPT: GOLDEN, other: GOLDEN}, VOCAB)
     for seq, prompt in ((5, other), (6, PROMPT), (7, PROMPT)):
-        crowd.open(seq, prompt)
+        crowd.admit(seq, prompt, 0)
     crowd.propose([Ask(7, 3)] * 5)
     crowd.absorb(5, GOLDEN[:10])
     for token in GOLDEN[:10]:
@@ -124,7 +124,7 @@ def test_a_proposal_depends_on_seed_prompt_and_place_alone():
 
 def test_small_vocabularies():
     drafter = make(DrafterConfig(name="oracle", topk=16, rank=16, hit=(0.5,)), {(0,): (0, 1, 1, 0, 1)}, 2)
-    drafter.open(1, (0,))
+    drafter.admit(1, (0,), 0)
     drafter.absorb(1, [0])
     assert one(drafter, 7).ids.shape == (4, 1)
     with pytest.raises(ValueError, match="vocab_size = 1"):

@@ -53,7 +53,9 @@ def run(coordinator: Coordinator) -> dict[int, tuple[list[int], Finished | Faile
 
 
 def check_empty(coordinator: Coordinator, workers) -> None:
+    coordinator.pool.check([])
     assert coordinator.pool.free == coordinator.pool.total
+    assert not coordinator.scheduler.waiting_tokens and not coordinator._drafting
     assert all(not worker.tables for worker in workers)
 
 
@@ -161,17 +163,19 @@ def test_context_end_cuts_exactly_there(length, name):
     check_empty(coordinator, workers)
 
 
-def test_a_full_pool_makes_requests_wait_and_loses_none():
+def test_a_full_pool_makes_requests_wait_and_lose_their_rows_but_no_token():
     prompts = [tuple(range(i, i + 70)) for i in range(12)]
     coordinator, workers = engine(
-        oracle(block=8, budget=8), {p: tuple(continuation(p, 40)) for p in prompts}, kv_tokens=400
+        oracle(block=8, budget=8), {p: tuple(continuation(p, 140)) for p in prompts}, kv_tokens=384, prefill_chunk=64
     )
     for i, prompt in enumerate(prompts):
-        coordinator.submit(Request(i, prompt, SamplingParams(max_tokens=40)))
-    coordinator.scheduler.next()
-    assert len(coordinator.scheduler.running) == 3 and len(coordinator.scheduler.waiting) == 9
+        coordinator.submit(Request(i, prompt, SamplingParams(max_tokens=115 + i)))
+    coordinator.step()
+    assert len(coordinator.scheduler.running) == 2 and len(coordinator.scheduler.waiting) == 10
     done = run(coordinator)
-    assert {i: tokens for i, (tokens, _) in done.items()} == {i: continuation(p, 40) for i, p in enumerate(prompts)}
+    assert coordinator.totals()["preemptions"] > 0
+    assert sum(end.usage.preemptions for _, end in done.values()) == coordinator.totals()["preemptions"]
+    assert all(done[i][0] == continuation(p, 115 + i) for i, p in enumerate(prompts))
     check_empty(coordinator, workers)
 
 

@@ -156,6 +156,25 @@ def test_sampled_text_depends_on_the_seed(ranks):
     assert runs[0] == runs[1] and len(set(runs)) == 3
 
 
+def test_a_pool_too_small_for_all_changes_no_text(ranks):
+    """Prefix hits, preemptions and requests that run their text again, among requests of every kind."""
+    if ranks.config.tp == 4:
+        pytest.skip("takes long on few cores, and does what two ranks do")
+    rng = random.Random(8)
+    stem = tuple(rng.randrange(ranks.plan.model.vocab_size) for _ in range(66))
+    prompts = [stem[:3], stem[3:16], (*stem, 1), (*stem, 2)]
+    rules = [{}, {"frequency_penalty": 0.9, "logprobs": 2}, {"temperature": 1.1, "seed": 4}, {"presence_penalty": 1.0}]
+    params = [SamplingParams(max_tokens=n, **rule) for n, rule in zip((130, 125, 9, 9), rules, strict=True)]
+    alone = [ranks.run([prompt], p, prefix_cache=False)[0] for prompt, p in zip(prompts, params, strict=True)]
+    known = {prompt: tuple(done.tokens) for prompt, done in zip(prompts, alone, strict=True)}
+    drafter = oracle(budget=12, hit=(0.8,), rank=2)
+    together = ranks.run([*prompts, prompts[2]], [*params, params[2]], drafter, known, kv_tokens=256)
+    for got, want in zip(together, [*alone, alone[2]], strict=True):
+        assert (got.tokens, got.reason, got.logprobs) == (want.tokens, want.reason, want.logprobs)
+        assert got.logits.tobytes() == want.logits.tobytes()
+    assert sum(done.usage.preemptions for done in together) > 0 and together[-1].usage.cached_tokens == 64
+
+
 def test_one_batch_may_hold_every_kind_of_request(ranks):
     golden = ranks.plan.golden
     params = [

@@ -221,7 +221,8 @@ def submits(server):
 
 def status(upto: int, *labels: int) -> Status:
     """What an engine says that knows these open requests of the client."""
-    empty = dict.fromkeys(("step", "running", "waiting", "pages_total", "pages_free", "load_done", "load_total"), 0)
+    names = "step running waiting waiting_tokens pages_total pages_free pages_idle load_done load_total"
+    empty = dict.fromkeys(names.split(), 0)
     sizes = {"tp": 1, "vocab_size": 9, "max_positions": 9, "worker_pids": (), "counters": {}, "model": "m"}
     return Status(upto=upto, open=labels, state="ready", pid=os.getpid(), version="x", **empty, **sizes)
 

@@ -75,3 +75,23 @@ def test_a_move_over_a_page_border_in_all_layers():
     found = c.kv[:, line]
     assert (found[:, :65, 0] == torch.tensor([*range(61), 61, 63, 64, 68]).float()).all()
     assert found[:, 65:].isnan().all()
+
+
+def test_committed_pages_may_be_shared_and_are_then_read_only():
+    c = cache(poison=True)
+    c.append(1, [3, 1])
+    c.kv[:] = 1.0
+    c.append(2, [3, 4], start=64)  # begins behind page 3
+    assert (c.kv[:, c.line(2, 64)] == 1).all() and c.kv[:, c.line(2, 128)[64:]].isnan().all()
+    with pytest.raises(RuntimeError, match="sequence 2: row 63 is shared, as are all before 64"):
+        c.append(2, [], start=63)
+    with pytest.raises(RuntimeError, match="sequence 3: page 3 already belongs to sequence 1"):
+        c.append(3, [0, 3], start=64)  # its second page is one it will write to
+    with pytest.raises(RuntimeError, match="sequence 3: page 3 already belongs to sequence 3"):
+        c.append(3, [3, 3], start=128)
+    c.release([1])
+    with pytest.raises(RuntimeError, match="sequence 4: page 3 already belongs to sequence 2"):
+        c.append(4, [3])
+    c.release([2])
+    c.append(4, [3, 0], start=64)  # what a page holds outlives those who held it
+    assert (c.kv[:, c.line(4, 64)] == 1).all()
