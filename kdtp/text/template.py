@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.meta
+from jinja2 import nodes
 from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -72,7 +73,7 @@ class ChatTemplate:
         for name, source in sources.items():
             try:
                 parsed = environment.parse(source)
-                self.variables |= jinja2.meta.find_undeclared_variables(parsed) - {*_OURS, *tokenizer.roles}
+                self.variables |= _variables(parsed) - {*_OURS, *tokenizer.roles}
                 self._templates[name] = environment.from_string(Marker(self._marks).visit(parsed))
                 unmarked = Marker(Marks({})).visit(environment.parse(source))
                 self._check(name, environment.from_string(unmarked))
@@ -121,6 +122,19 @@ class ChatTemplate:
             if found != self._tokenizer.split(want):
                 what = "makes a control token of parts, or handles one as text"
                 raise TextError(f"{self._where}: chat template {name!r}: {what}; such a template is not supported")
+
+
+def _variables(parsed: nodes.Template) -> set[str]:
+    """Names that a template reads and does not set, or sets only where they are not defined."""
+    free = jinja2.meta.find_undeclared_variables(parsed)
+    own = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    asked = [*parsed.find_all(nodes.Test), *parsed.find_all(nodes.Filter)]
+    optional = {
+        question.node.name
+        for question in asked
+        if question.name in ("defined", "undefined", "default", "d") and isinstance(question.node, nodes.Name)
+    }
+    return free - (own - optional)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -150,6 +150,14 @@ def test_variables(pair, tmp_path):
             chat.render(ask, variables={name: 1})
 
 
+def test_which_variables_a_template_reads(tmp_path):
+    source = (
+        "{% if not thinking is defined %}{% set thinking = style | default('x') %}{% endif %}{{ extra }}"
+        "{% for m in messages %}{% if m.tool %}{% set own = m.tool %}{{ own }}{% endif %}{% endfor %}{{ thinking }}"
+    )
+    assert made(tmp_path, source).variables == {"thinking", "style", "extra"}
+
+
 def made(tmp_path, source: str) -> ChatTemplate:
     chat = template.load(load(folders.deepseek(tmp_path, chat_template=source)))
     assert chat is not None
