@@ -13,6 +13,7 @@ import msgspec
 
 from kdtp.engine.api import Completion
 from kdtp.messages import Tokens
+from kdtp.text.calls import AnswerParser, Arguments, CallBegin, Content, Delta, Reasoning, find_format, is_thinking
 from kdtp.text.stream import TextStream
 from kdtp.text.template import ChatTemplate, Message
 from kdtp.text.tokenizer import CODECS, Tokenizer, load
@@ -78,15 +79,28 @@ class Chat:
         parts = self._template.render([*self._system, *messages], variables=self._variables)
         return tuple(self._tokenizer.encode_parts(parts))
 
+    def parser(self, prompt: Sequence[int]) -> AnswerParser:
+        """For the answer to a prompt of `ids`."""
+        form = find_format(self._tokenizer, self._template.source)
+        return AnswerParser(self._tokenizer, form, is_thinking(self._tokenizer, prompt))
+
 
 class Answer:
-    """One request's text, given to `show` as it comes."""
+    """One request's text, given to `show` as it comes. parser: tells its parts apart, for `message`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_ids: Iterable[int], stops: Sequence[str], show: Callable[[str], None]
+        self,
+        tokenizer: Tokenizer,
+        stop_ids: Iterable[int],
+        stops: Sequence[str],
+        show: Callable[[str], None],
+        parser: AnswerParser | None = None,
     ) -> None:
-        self._stream = TextStream(tokenizer, frozenset(stop_ids), stops)
+        self._tokenizer = tokenizer
+        self._parser = parser
+        self._stream = TextStream(tokenizer, frozenset(stop_ids), stops, parser.marks if parser else ())
         self._show = show
+        self._deltas: list[Delta] = []
         self.text = ""
 
     @property
@@ -101,36 +115,45 @@ class Answer:
 
     def take(self, message: Tokens) -> bool:
         """Grow by these tokens; `is_cut`."""
-        self._grow(self._stream.push(message.tokens))
+        self._grow(self._stream.pieces(message.tokens))
         return self.is_cut
 
     def end(self) -> None:
         """Show the rest, when no more tokens come."""
-        self._grow(self._stream.finish())
+        self._grow([self._stream.finish()])
+        if self._parser:
+            self._deltas += self._parser.finish()
+
+    def _grow(self, pieces: Sequence[str | int]) -> None:
+        if self._parser:
+            self._deltas += self._parser.push(pieces)
+        text = "".join(p if isinstance(p, str) else self._tokenizer.decode([p]) for p in pieces)
+        if text:
+            self.text += text
+            self._show(text)
 
     def cut(self, done: Completion) -> Completion:
         """The completion without what came after a stop string, which the engine does not know."""
-        logits = None if done.logits is None else done.logits[: self.used]
-        usage = msgspec.structs.replace(done.usage, completion_tokens=self.used)
-        reason = "stop" if self._stream.stopped else done.finish_reason
         return dataclasses.replace(
             done,
             tokens=done.tokens[: self.used],
-            finish_reason=reason,
-            usage=usage,
-            logits=logits,
+            finish_reason="stop" if self._stream.stopped else done.finish_reason,
+            usage=msgspec.structs.replace(done.usage, completion_tokens=self.used),
+            logits=None if done.logits is None else done.logits[: self.used],
             logprobs=done.logprobs[: self.used],
         )
 
     def message(self) -> Message:
-        """As a turn of the conversation. Chat templates want the thinking apart, or leave it out."""
-        thought, end, said = self.text.partition("</think>")
-        if not end:
-            return {"role": "assistant", "content": self.text}
-        thought = thought.removeprefix("<think>").strip("\n")
-        return {"role": "assistant", "content": said.lstrip("\n"), "reasoning_content": thought}
+        """As a turn of the conversation: chat templates want thinking and calls apart."""
+        said = "".join(d.text for d in self._deltas if isinstance(d, Content))
+        thought = "".join(d.text for d in self._deltas if isinstance(d, Reasoning))
+        turn: dict[str, Any] = {"role": "assistant", "content": said}
+        if thought:
+            turn["reasoning_content"] = thought
+        calls = [self._call(delta) for delta in self._deltas if isinstance(delta, CallBegin)]
+        return turn | {"tool_calls": calls} if calls else turn
 
-    def _grow(self, text: str) -> None:
-        if text:
-            self.text += text
-            self._show(text)
+    def _call(self, begin: CallBegin) -> dict[str, Any]:
+        mine = (d for d in self._deltas if isinstance(d, Arguments) and d.index == begin.index)
+        function = {"name": begin.name, "arguments": "".join(d.text for d in mine)}
+        return {"id": begin.id, "type": "function", "function": function}

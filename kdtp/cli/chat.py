@@ -163,7 +163,7 @@ class Conversation:
         prompt = self._chat.ids(asked)
         params = self._fit(len(prompt))
         ends = {*params.stop_tokens, *self._plan.model.eos_token_ids}
-        answer = Answer(self._tokenizer, ends, self._stops, _show)
+        answer = Answer(self._tokenizer, ends, self._stops, _show, self._chat.parser(prompt))
         started = time.monotonic()
         with self._interrupts.answering():
             usage = self._run(prompt, params, answer)

@@ -76,14 +76,22 @@ class StopStrings:
 class TextStream:
     """The text of one answer as its tokens are decided, up to a stop token or a stop string.
 
-    used: tokens taken, the one that ended it included. stopped: whether one has. found: the stop string, if it was
-    one. Tokens may come in any groups: the texts together are the same.
+    marks: ids that come as themselves instead of as text (see `pieces`). used: tokens taken, the one that ended it
+    included. stopped: whether one has. found: the stop string, if it was one. Tokens may come in any groups: what
+    they give together is the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_ids: Collection[int] = (), stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_ids: Collection[int] = (),
+        stops: Sequence[str] = (),
+        marks: Collection[int] = (),
+    ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._stop_ids = frozenset(stop_ids)
         self._strings = StopStrings(stops)
+        self._marks = frozenset(marks)
         self._ended = False
         self.used = 0
         self.stopped = False
@@ -93,28 +101,38 @@ class TextStream:
         return self._strings.found
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that these tokens complete; none of what follows a stop."""
-        texts = []
+        """The text that these tokens complete; none of what follows a stop. Marks are left out."""
+        return "".join(piece for piece in self.pieces(ids) if isinstance(piece, str))
+
+    def pieces(self, ids: Iterable[int]) -> list[str | int]:
+        """The texts that these tokens complete, and the marks between them. No stop string reaches across a mark."""
+        found: list[str | int] = []
         for token in ids:
             if self.stopped:
                 break
             self.used += 1
             if token in self._stop_ids:
-                texts.append(self.finish())
+                found.append(self.finish())
                 self.stopped = True
+            elif token in self._marks:
+                found.append(self._flush())
+                found += [] if self.stopped else [token]
             else:
-                texts.append(self._strings.push(self._detokenizer.push([token])))
+                found.append(self._strings.push(self._detokenizer.push([token])))
                 self.stopped = self.found is not None
-        return "".join(texts)
+        return [piece for piece in found if piece != ""]
 
     def finish(self) -> str:
         """The rest, when no more tokens come."""
         if self._ended or self.stopped:
             return ""
         self._ended = True
-        text = self._strings.push(self._detokenizer.finish()) + self._strings.finish()
+        return self._flush()
+
+    def _flush(self) -> str:
+        text = self._strings.push(self._detokenizer.finish())
         self.stopped = self.found is not None
-        return text
+        return text + self._strings.finish()
 
 
 def check_stops(stops: Sequence[str]) -> None:

@@ -70,6 +70,7 @@ class ChatTemplate:
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}
         self.variables: frozenset[str] = frozenset()
+        self.source = "\n".join(sources.values())
         for name, source in sources.items():
             try:
                 parsed = environment.parse(source)

@@ -20,6 +20,7 @@ from kdtp.__main__ import main
 from kdtp.cli.answer import Answer
 from kdtp.messages import Tokens
 from kdtp.text import template
+from kdtp.text.calls import KIMI, AnswerParser
 from kdtp.text.tokenizer import load
 from tests import text_folders as folders
 from tests.processes import TINY, until
@@ -204,17 +205,28 @@ def test_stop_strings(model):
     assert done.stdout == whole[: whole.index(stop)] + "\n"
 
 
-def test_an_answer_as_a_turn(tmp_path):
+CALL = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "turn"),
+    [
+        ("an answer", False, {"content": "an answer"}),
+        ("<think>hm</think>yes", False, {"content": "yes", "reasoning_content": "hm"}),
+        ("hm</think>yes", True, {"content": "yes", "reasoning_content": "hm"}),
+        ("cut off", True, {"content": "", "reasoning_content": "cut off"}),
+        ("look" + CALL, False, {"content": "look", "tool_calls": [
+            {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}),
+    ],
+)  # fmt: skip
+def test_an_answer_as_a_turn(tmp_path, text, thinking, turn):
     tokenizer = load(folders.kimi(tmp_path))
-    for text, turn in (
-        ("an answer", {"content": "an answer"}),
-        ("<think>\nhm\n</think>\n\nyes", {"content": "yes", "reasoning_content": "hm"}),
-        ("hm</think>yes", {"content": "yes", "reasoning_content": "hm"}),
-    ):
-        answer = Answer(tokenizer, (), (), lambda text: None)
-        answer.take(Tokens(1, 0, tuple(tokenizer.encode_parts(tokenizer.split(text)))))
-        answer.end()
-        assert answer.message() == {"role": "assistant"} | turn
+    shown: list[str] = []
+    answer = Answer(tokenizer, (), (), shown.append, AnswerParser(tokenizer, KIMI, thinking))
+    answer.take(Tokens(1, 0, tuple(tokenizer.encode_parts(tokenizer.split(text)))))
+    answer.end()
+    assert answer.message() == {"role": "assistant"} | turn
+    assert "".join(shown) == answer.text == tokenizer.decode(tokenizer.encode_parts(tokenizer.split(text)))
 
 
 @pytest.mark.parametrize(
