@@ -4,7 +4,7 @@
 
 Writes a synthetic checkpoint of about N GB (kept if --folder is given), then loads it as the ranks of an engine do, one
 process for each, all at once; on the device "meta" nothing is kept, so that reading alone is measured. Prints for each
-number of ranks the rate over all of them, the bytes that a rank read, what its weights take in host memory, the most
+number of ranks the time and the processor time of the slowest, the rate over all of them, the bytes that a rank read, what its weights take in host memory, the most
 memory that it had (VmHWM), what of that is neither weights nor was there before, and how much of it were mapped pages
 of the files. --cold asks the kernel to forget the files first.
 """
@@ -165,9 +165,8 @@ torch.empty(1, device=device)
 before = status()
 most, done = [0], threading.Event()
 threading.Thread(target=watch, args=(most, done)).start()
-began = time.monotonic()
+began, began_cpu = time.monotonic(), time.process_time()
 with open_model(path) as source:
-    opened = time.monotonic() - began
     weights = Weights(source, rank, size, dtype, lambda done, total: None, device)
     read, held = source.nbytes(rank, size), []
     for name, param in parameters(source.config).items():
@@ -175,10 +174,10 @@ with open_model(path) as source:
             held += weights.int4(name)
         else:
             held.append(weights.take(name) if name == "embed" or len(param.shape) < 2 else weights.matrix(name))
-    seconds = time.monotonic() - began
+    seconds, busy = time.monotonic() - began, time.process_time() - began_cpu
 done.set()
 kept = sum(tensor.nbytes for tensor in held) if kind == "cpu" else 0
-print(json.dumps({"seconds": seconds, "opened": opened, "read": read, "kept": kept, "before": before["VmHWM"],
+print(json.dumps({"seconds": seconds, "busy": busy, "read": read, "kept": kept, "before": before["VmHWM"],
                   "peak": status()["VmHWM"], "files": most[0] - before["RssFile"]}))
 """
 
@@ -205,7 +204,9 @@ def forget(folder: Path) -> None:
 
 def show(folder: Path, sizes: list[int], dtype: str, device: str, cold: bool) -> None:
     """Load with each number of ranks and print a line of it."""
-    print(f"{'tp':>3} {'s':>6} {'GB/s':>6} | GB, most of a rank: read, kept, peak, peak - before - kept, files")
+    print(
+        f"{'tp':>3} {'s':>6} {'cpu s':>6} {'GB/s':>6} | GB, most of a rank: read, kept, peak, peak - before - kept, files"
+    )
     for size in sizes:
         if cold:
             forget(folder)

@@ -49,7 +49,7 @@ class KdtrModel:
         """As Source: an array is checked as a whole, so every rank reads all of it."""
         return sum(self._reader.entries[name].nbytes for name in self._table)
 
-    def pieces(self, name: str, rank: int, size: int) -> Iterator[Piece]:
+    def pieces(self, name: str, rank: int, size: int, device: torch.device) -> Iterator[Piece]:
         """As Source."""
         part = self._reader.array(name)[self._table[name].part(rank, size)]
         yield Piece((...,), torch.from_numpy(np.array(part)), self._reader.entries[name].nbytes)

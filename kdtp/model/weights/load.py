@@ -88,7 +88,7 @@ class Weights:
         for name in names:
             target = whole.narrow(-1, first, self._shape(name)[-1])
             first += target.shape[-1]
-            for piece in self._source.pieces(name, self.rank, self.size):
+            for piece in self._source.pieces(name, self.rank, self.size, self.device):
                 _copy(target[piece.at], piece.values.to(dtype), k_major)
                 self._advance(piece.nbytes)
         return whole

@@ -18,8 +18,7 @@ Index = tuple[int | slice | EllipsisType, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """Values of a parameter, on the CPU, in the layout of weights.table: `at` of what a rank holds. nbytes: of the
-    file, as read."""
+    """Values of a parameter in the layout of weights.table: `at` of what a rank holds. nbytes: of the file, as read."""
 
     at: Index
     values: torch.Tensor
@@ -52,8 +51,11 @@ class Source(AbstractContextManager["Source"], Protocol):
         """Bytes of the file that this rank reads for all parameters."""
         ...
 
-    def pieces(self, name: str, rank: int, size: int) -> Iterator[Piece]:
-        """What `rank` of `size` holds of a parameter, piece by piece; ValueError for values that cannot be."""
+    def pieces(self, name: str, rank: int, size: int, device: torch.device) -> Iterator[Piece]:
+        """What `rank` of `size` holds of a parameter, piece by piece, on the CPU or on the device it is for.
+
+        ValueError for values that cannot be.
+        """
         ...
 
     def is_int4(self, name: str) -> bool:
