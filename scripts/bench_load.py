@@ -4,9 +4,9 @@
 
 Writes a synthetic checkpoint of about N GB (kept if --folder is given), then loads it as the ranks of an engine do, one
 process for each, all at once; on the device "meta" nothing is kept, so that reading alone is measured. Prints for each
-number of ranks the time and the processor time of the slowest, the rate over all of them, the bytes that a rank read, what its weights take in host memory, the most
-memory that it had (VmHWM), what of that is neither weights nor was there before, and how much of it were mapped pages
-of the files. --cold asks the kernel to forget the files first.
+number of ranks the time and the processor time of the slowest, the rate over all of them, the bytes that a rank read,
+what its weights take in host memory, the most memory that it had (VmHWM), what of that is neither weights nor was there
+before, and how much of it were mapped pages of the files. --cold asks the kernel to forget the files first.
 """
 
 from __future__ import annotations
@@ -204,22 +204,18 @@ def forget(folder: Path) -> None:
 
 def show(folder: Path, sizes: list[int], dtype: str, device: str, cold: bool) -> None:
     """Load with each number of ranks and print a line of it."""
-    print(
-        f"{'tp':>3} {'s':>6} {'cpu s':>6} {'GB/s':>6} | GB, most of a rank: read, kept, peak, peak - before - kept, files"
-    )
+    print(" tp      s  cpu s   GB/s | GB, most of a rank: read, kept, peak, peak - before - kept, files")
     for size in sizes:
         if cold:
             forget(folder)
         ranks = load(folder, size, dtype, device)
-        seconds = max(rank["seconds"] for rank in ranks)
+        seconds, busy = (max(rank[key] for rank in ranks) for key in ("seconds", "busy"))
         rate = sum(rank["read"] for rank in ranks) / seconds / 1e9
         most = max(ranks, key=lambda rank: rank["peak"])
         extra = most["peak"] - most["before"] - most["kept"]
         figures = (most["read"], most["kept"], most["peak"], extra, most["files"])
-        print(
-            f"{size:>3} {seconds:>6.1f} {rate:>6.2f} | " + "  ".join(f"{value / 1e9:.3f}" for value in figures),
-            flush=True,
-        )
+        shown = "  ".join(f"{value / 1e9:.3f}" for value in figures)
+        print(f"{size:>3} {seconds:>6.1f} {busy:>6.1f} {rate:>6.2f} | {shown}", flush=True)
 
 
 def main() -> None:
