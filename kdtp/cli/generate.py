@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import reprlib
 import sys
 from dataclasses import dataclass
 
 from kdtp.cli.answer import Answer, Chat, add_text_flags, find_tokenizer
 from kdtp.cli.check import check
-from kdtp.cli.flags import add_engine_flags, add_sampling_flags, engine_config, sampling
+from kdtp.cli.flags import add_engine_flags, add_sampling_flags, engine_config, sampling, token_ids
 from kdtp.cli.screen import Screen, report
 from kdtp.engine.api import Completion, Engine, describe
 from kdtp.engine.plan import Golden, Plan, plan
@@ -35,23 +34,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--raw", action="store_true", help="continue the text, although there is a chat template")
     add_text_flags(parser)
-    parser.add_argument("--prompt-tokens", type=_ids, metavar="ID,ID,…", help="default: the model file's own prompt")
+    parser.add_argument(
+        "--prompt-tokens", type=token_ids, metavar="ID,ID,…", help="default: the model file's own prompt"
+    )
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="default: as many as the file's golden tokens, or 128"
     )
-    parser.add_argument("--stop-tokens", type=_ids, default=(), metavar="ID,ID,…", help="end after one of these")
+    parser.add_argument("--stop-tokens", type=token_ids, default=(), metavar="ID,ID,…", help="end after one of these")
     parser.add_argument("--ignore-eos", action="store_true", help="the model's own end tokens do not end the text")
     add_sampling_flags(parser)
     parser.add_argument("--check", action="store_true", help="also decode plainly, compare tokens and logits")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engine_flags(parser)
-
-
-def _ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: must be token ids, such as 5 or 5,6,7") from None
 
 
 @dataclass(frozen=True)
