@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -156,6 +156,16 @@ class Rule(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, 
         return self.temperature > 0.0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
+_ALIKE = Rule.__struct_fields__[5:]  # in Rule and SamplingParams
+
+
+class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an output must match: a JSON schema, a regular expression, or a grammar in llguidance's dialect of Lark."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: Annotated[str, Meta(min_length=1, max_length=1 << 18)]
+
+
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     """What a request asks for.
 
@@ -164,7 +174,8 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     of prompt and seed; stop_tokens: emitted, then the request ends with finish_reason "stop"; ignore_eos: the model's
     own end tokens do not stop; min_tokens: no stop before that many.
     repetition_penalty: above 1 against ids of prompt and output; presence_penalty, frequency_penalty: above 0 against
-    ids of the output; logit_bias: by id, -100..100; allowed_tokens: if any, no other id is chosen; banned_tokens.
+    ids of the output; logit_bias: by id, -100..100; allowed_tokens: if any, no other id is chosen; banned_tokens;
+    grammar: what the output must match, which the model's own end tokens then end.
     logprobs, prompt_logprobs: of each emitted or prompt token the log-probability under the model's own distribution
     (before anything above), and of so many of the best beside it; None: not wanted.
     Raises ValueError naming key, value and what is legal.
@@ -187,6 +198,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     banned_tokens: TokenIds = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         least = 1 if self.prompt_logprobs is None else 0
@@ -201,6 +213,9 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
         _legal("stop_tokens", self.stop_tokens, len(self.stop_tokens) <= 1024, "at most 1024 ids")
         _legal("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}")
         self._check_penalties()
+        _legal(
+            "ignore_eos", self.ignore_eos, not (self.ignore_eos and self.grammar), "off with a grammar: it needs an end"
+        )
         for key, best in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             _legal(key, best, best is None or 0 <= best <= MOST_LOGPROBS, f"0..{MOST_LOGPROBS} or None")
 
@@ -221,14 +236,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
             held=tuple(sorted(stops)) if early else (),
             held_until=prompt_length + self.min_tokens if early else 0,
             logit_bias=tuple(self.logit_bias.items()),
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
+            **{name: getattr(self, name) for name in _ALIKE},
         )
 
 
@@ -244,7 +252,8 @@ class SeqRows(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     start + depth(i); tokens, parents [M]: as in Tree (a chunk is a chain); pick: the last `pick` rows get a token
     chosen (0: an inner prefill chunk, M: a tree); new_pages: appended to its page table before the forward; said:
     tokens emitted since its last forward, the root last, if its rule counts them; scored: at the first picked rows
-    log-probabilities are of these ids, not of the chosen ones (the prompt's own, where they are wanted).
+    log-probabilities are of these ids, not of the chosen ones (the prompt's own, where they are wanted); masks: bit i
+    of byte i // 8 says whether id i is allowed; mask_of: which of them each picked row has, if there are any.
     """
 
     seq: Count
@@ -255,12 +264,16 @@ class SeqRows(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     new_pages: tuple[Count, ...] = ()
     said: TokenIds = ()
     scored: TokenIds = ()
+    masks: tuple[bytes, ...] = ()
+    mask_of: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents) or self.pick > len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.parents)} parents, pick {self.pick}")
         if len(self.scored) > self.pick:
             raise ValueError(f"{len(self.scored)} scored ids at {self.pick} picked rows")
+        if self.masks and (len(self.mask_of) != self.pick or max(self.mask_of, default=0) >= len(self.masks)):
+            raise ValueError(f"mask_of {self.mask_of}: {len(self.masks)} masks, {self.pick} picked rows")
         check_parents(self.parents)
 
 

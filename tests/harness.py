@@ -17,7 +17,7 @@ from kdtp import draft
 from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.engine import rundir
 from kdtp.engine.assemble import local_link
-from kdtp.engine.coordinator import Coordinator
+from kdtp.engine.coordinator import Compile, Coordinator
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import Link, ZmqLink
@@ -47,6 +47,7 @@ class Harness:
     def __init__(self, model: Path, tp: int = 1, **settings: object) -> None:
         self.plan = plan(EngineConfig(str(model), tp=tp, threads=1, step_timeout=60.0, **settings))  # type: ignore[arg-type]
         self.config = self.plan.config
+        self.compile: Compile | None = None  # of grammars
         self.context = zmq.Context()
         self.folder = rundir.create()
         self.launcher: subprocess.Popen[bytes] | None = None
@@ -67,9 +68,8 @@ class Harness:
     def coordinator(self, drafter: DrafterConfig = NONE, known: Mapping | None = None, **settings) -> Coordinator:
         """A fresh coordinator over the loaded ranks."""
         config = dataclasses.replace(self.config, drafter=drafter, **settings)
-        return Coordinator(
-            config, self.plan.model, self.fleet, draft.make(drafter, known or {}, self.plan.model.vocab_size)
-        )
+        made = draft.make(drafter, known or {}, self.plan.model.vocab_size)
+        return Coordinator(config, self.plan.model, self.fleet, made, self.compile)
 
     def run(
         self,

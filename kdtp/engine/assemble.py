@@ -13,6 +13,7 @@ from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import Link, LocalLink
 from kdtp.engine.plan import Plan
 from kdtp.engine.worker import Worker
+from kdtp.grammar import Grammars
 from kdtp.messages import FromWorker, Progress
 from kdtp.model.comm import Solo
 
@@ -41,4 +42,5 @@ def assemble(plan: Plan, links: Sequence[Link]) -> tuple[Coordinator, Handshake]
     fleet = Fleet(links, epoch=secrets.randbits(52), step_timeout=config.step_timeout)
     known = {golden.prompt: golden.tokens} if golden else {}
     drafter = draft.make(config.drafter, known, plan.model.vocab_size)
-    return Coordinator(config, plan.model, fleet, drafter), Handshake(fleet, config, os.getpid())
+    grammars = Grammars(config.model, plan.model.vocab_size, plan.model.eos_token_ids)
+    return Coordinator(config, plan.model, fleet, drafter, grammars.compile), Handshake(fleet, config, os.getpid())

@@ -12,7 +12,7 @@ from kdtp.messages import Begin
 from kdtp.model.shard import Shard
 from kdtp.spec import pick
 from kdtp.spec.logprobs import logprobs
-from kdtp.spec.rules import Editor
+from kdtp.spec.rules import Editor, mask
 from kdtp.types import Logprob, Rule, SeqRows, depths
 
 
@@ -46,10 +46,12 @@ class Chooser:
             self._open[new.seq] = _Open(new.rule, self._editor(new) if new.rule.edits else None, new.logprobs)
 
     def _editor(self, new: Begin) -> Editor:
-        shard = self._shard
-        width = -(-shard.config.vocab_size // shard.comm.size)
-        ids = range(shard.vocab_start, shard.vocab_start + width)
-        return Editor(new.rule, new.prompt_length, new.prompt, new.said, ids, shard.device)
+        return Editor(new.rule, new.prompt_length, new.prompt, new.said, self._own_ids(), self._shard.device)
+
+    def _own_ids(self) -> range:
+        """The ids of this rank's logits; the last of the last rank may be beyond the vocabulary."""
+        width = -(-self._shard.config.vocab_size // self._shard.comm.size)
+        return range(self._shard.vocab_start, self._shard.vocab_start + width)
 
     def release(self, seqs: Iterable[int]) -> None:
         """Forget sequences."""
@@ -59,7 +61,7 @@ class Chooser:
     def choose(self, logits: torch.Tensor, seqs: Sequence[SeqRows]) -> tuple[list[int], list[Logprob]]:
         """One id per picked row of this rank's logits [R, V/N], which are overwritten; and what is wanted of them."""
         each = [self._open[seq.seq] for seq in seqs]
-        if all(known.plain for known in each):
+        if all(known.plain and not seq.masks for known, seq in zip(each, seqs, strict=True)):
             return self._argmax(logits).tolist(), []
         unedited = self._wanted(logits, seqs, each)
         self._edit(logits, seqs, each)
@@ -73,6 +75,8 @@ class Chooser:
 
     def _edit(self, logits: torch.Tensor, seqs: Sequence[SeqRows], each: Sequence[_Open]) -> None:
         for seq, known, rows in zip(seqs, each, _spans(seqs), strict=True):
+            if seq.masks:
+                mask(logits[rows.start : rows.stop], seq, self._own_ids())
             if known.editor is not None:
                 known.editor.say(seq.said)
                 if seq.pick:

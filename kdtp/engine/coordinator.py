@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
+
+from kdtp import types
 from kdtp.config import EngineConfig, ModelConfig
 from kdtp.draft.base import Ask, Drafter
 from kdtp.engine.fleet import Fleet
@@ -17,7 +20,10 @@ from kdtp.engine.scheduler import Scheduler, Step, Turn
 from kdtp.log import logger
 from kdtp.messages import Failed, Finished
 from kdtp.spec import accept, tree
+from kdtp.spec.grammar import Grammar, constrain
 from kdtp.types import NO_TOKEN, ROOT, Move, Proposal, SeqRows, TokenIds, Tree, depths
+
+Compile = Callable[[types.Grammar], Grammar]
 
 _ALARM_ROUNDS = 200
 _MOST_LOGITS = 1 << 24  # of prompt rows that are scored at once: 64 MiB
@@ -30,8 +36,11 @@ class Coordinator:
     its terminal event.
     """
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, fleet: Fleet, drafter: Drafter) -> None:
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, fleet: Fleet, drafter: Drafter, compile_: Compile | None = None
+    ) -> None:
         self.config = config
+        self._compile = compile_
         self.model = model
         self.fleet = fleet
         self.drafter = drafter
@@ -46,7 +55,11 @@ class Coordinator:
     # ------------------------------------------------------------------ requests
 
     def submit(self, request: Request) -> None:
-        """Queue a request: ValueError or QueueFull as of Scheduler.submit."""
+        """Queue a request: ValueError or QueueFull as of Scheduler.submit; ValueError for a grammar."""
+        if request.params.grammar is not None:
+            if self._compile is None:
+                raise ValueError("grammar: this engine has none")
+            request.grammar = self._compile(request.params.grammar)
         self.scheduler.submit(request)
         self.counters["requests"] += 1
 
@@ -137,8 +150,11 @@ class Coordinator:
         """What this request runs: the next chunk of its text, or the tree grown from its root."""
         if turn.chunk:
             return self._chunk(turn)
-        grown = self._grow(turn, proposal)
-        return self._seq_rows(turn.request, grown.tokens, grown.parents, len(grown))
+        request, grown = turn.request, self._grow(turn, proposal)
+        if request.grammar is None:
+            return self._seq_rows(request, grown.tokens, grown.parents, len(grown))
+        grown, masks = constrain(grown, request.grammar, request.stops)
+        return self._seq_rows(request, grown.tokens, grown.parents, len(grown), masks=masks)
 
     def _grow(self, turn: Turn, proposal: Proposal | None) -> Tree:
         root = turn.request.tokens[-1]
@@ -157,12 +173,26 @@ class Coordinator:
         if scores:
             first = max(request.start, request.scored)
             pick, scored = max(0, end - first), request.prompt[first + 1 : end + 1]
-        return self._seq_rows(request, request.span(request.start, end), tuple(range(ROOT, size - 1)), pick, scored)
+        masks = []
+        if request.grammar is not None and pick:
+            masks = [request.grammar.mask()] * pick  # only the last row chooses
+        tokens = request.span(request.start, end)
+        return self._seq_rows(request, tokens, tuple(range(ROOT, size - 1)), pick, scored, masks)
 
     def _seq_rows(
-        self, request: Request, tokens: TokenIds, parents: tuple[int, ...], pick: int, scored: TokenIds = ()
+        self,
+        request: Request,
+        tokens: TokenIds,
+        parents: tuple[int, ...],
+        pick: int,
+        scored: TokenIds = (),
+        masks: Sequence[bytes] = (),
     ) -> SeqRows:
-        return SeqRows(request.id, request.start, tokens, parents, pick, request.tell_pages(), request.tell(), scored)
+        rows = SeqRows(request.id, request.start, tokens, parents, pick, request.tell_pages(), request.tell(), scored)
+        if not masks:
+            return rows
+        each = {mask: i for i, mask in enumerate(dict.fromkeys(masks))}  # many nodes have the same
+        return msgspec.structs.replace(rows, masks=tuple(each), mask_of=tuple(each[mask] for mask in masks))
 
     # ------------------------------------------------------------------ what came of it
 
@@ -189,6 +219,8 @@ class Coordinator:
         broken = broken and reason is None
         if not broken:
             self.scheduler.keep(request)
+        if request.grammar is not None:
+            request.follow(emitted)
         return Outcome(
             request, first_scored, picked, emitted, at[: len(emitted)], move, len(rows.scored), reason, broken
         )

@@ -92,9 +92,11 @@ class Outcome(NamedTuple):
 
     def _problem(self) -> str:
         request = self.request
+        if request.grammar is not None and request.grammar.error:
+            return f"the grammar could not be followed after {len(request.tokens)} tokens: {request.grammar.error}"
         cause = "the model's logits hold NaN"
-        if request.rule.edits:
-            cause += ", or its allowed, banned and held tokens leave none"
+        if request.rule.edits or request.grammar is not None:
+            cause += ", or its rules leave none"
         return f"no token at position {request.start}, after {len(request.tokens)} tokens: {cause}"
 
 

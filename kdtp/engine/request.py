@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kdtp.engine.pages import empty_text, page_key
 from kdtp.messages import Begin, Usage
+from kdtp.spec.grammar import Grammar
 from kdtp.types import PAGE_ROWS, Rule, SamplingParams
 
 STAGES = ("prefill", "draft", "build", "verify", "accept", "commit")
@@ -18,7 +19,8 @@ class Request:
     """One request, from submit to its end. `id` also names its sequence on the workers.
 
     speculate, budget (tree nodes below the root; None: the engine's), priority (higher runs first), salt (of its
-    prefix: only requests of one salt share pages) change what it costs and when it comes, never its text.
+    prefix: only requests of one salt share pages) change what it costs and when it comes, never its text. grammar: the
+    one of its params, where its text stands.
 
     Where it stands: start: rows of KV committed; tokens: emitted so far, of which the last is the root (it has no KV
     yet); pages: its part of the pool, of which the workers know the first `sent`; kept: pages of its text that are
@@ -34,6 +36,7 @@ class Request:
     budget: int | None = None
     priority: int = 0
     salt: str = ""
+    grammar: Grammar | None = None
     # Set by the scheduler when it is submitted.
     order: int = 0
     stops: frozenset[int] = frozenset()
@@ -122,6 +125,13 @@ class Request:
         """How many of the best ids its rows must say beside the picked one; -1: no log-probabilities are wanted."""
         wanted = (self.params.logprobs, self.params.prompt_logprobs)
         return max(-1 if best is None else best for best in wanted)
+
+    def follow(self, emitted: Sequence[int]) -> None:
+        """Advance the grammar; an end needs no more."""
+        assert self.grammar is not None, "a request without a grammar"
+        for token in emitted:
+            if token not in self.stops:
+                self.grammar.advance(token)
 
     def begin(self) -> Begin:
         """What the workers must know before its first rows."""

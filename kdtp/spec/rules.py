@@ -1,8 +1,9 @@
 """What a rule does to logits before a token is chosen, at every node of a tree with that node's own text.
 
-The order, which is that of vLLM and, for what both have, of Hugging Face's processors: allowed and banned ids, ids held
-back until min_tokens, logit_bias, repetition penalty, frequency and presence penalty; then, in spec/pick.py,
-temperature, top_k, top_p, min_p. Every step treats an id by itself, so each rank edits its own part of the vocabulary.
+The order, which is that of vLLM and, for what both have, of Hugging Face's processors: what the grammar allows, allowed
+and banned ids, ids held back until min_tokens, logit_bias, repetition penalty, frequency and presence penalty; then, in
+spec/pick.py, temperature, top_k, top_p, min_p. Every step treats an id by itself, so each rank edits its own part of
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -97,6 +98,17 @@ class Editor:
         """Those of this part of the vocabulary, as local ids."""
         local = [token - self._ids.start for token in tokens if token in self._ids]
         return torch.tensor(local, dtype=torch.int64, device=self._device)
+
+
+def mask(logits: torch.Tensor, rows: SeqRows, ids: range) -> None:
+    """Drop from the logits float32 [pick, width] of the given ids what a forward's masks do not allow, in place."""
+    size = (ids.stop + 7) // 8
+    packed = bytearray(b"".join(mask[:size].ljust(size, b"\0") for mask in rows.masks))
+    # Unpacked where the logits are: there they are eight times as large.
+    octets = torch.frombuffer(packed, dtype=torch.uint8).view(len(rows.masks), size, 1).to(logits.device)
+    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1).flatten(1)
+    allowed = bits[:, ids.start : ids.stop].bool()
+    logits.masked_fill_(~allowed[torch.tensor(rows.mask_of, device=logits.device)], -math.inf)
 
 
 def _paths(rows: SeqRows) -> Iterator[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """A rank's choice of tokens against numpy: every rule at every node with that node's own text, on any ranks."""
 
+import dataclasses
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import ThreadComm
+from msgspec import structs
 
 import reference.pick
 from kdtp.engine.choose import Chooser
@@ -213,6 +215,31 @@ def test_a_rule_that_leaves_nothing_has_no_token():
     logits = np.stack([model_logits((1,))] * 3)
     (ids, _), _ = ranks.choose(logits, [SeqRows(seq, 0, (1,), (-1,), 1) for seq in range(3)])
     assert ids == [NO_TOKEN, NO_TOKEN, 3]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_masks_come_before_everything_else(size):
+    """As if the ids that a row's mask does not have were banned at that row alone."""
+    rng = random.Random(size)
+    params = SamplingParams(temperature=1.2, seed=1, frequency_penalty=0.5, logit_bias={2: 3.0}, logprobs=1)
+    for case in range(30):
+        seqs = [Sequence(0, params if case % 2 else SamplingParams(), (1, 2)), Sequence(1, SamplingParams(), (3,))]
+        for seq in seqs:
+            seq.emitted.append(5)
+        rows = [seq.rows(rng) for seq in seqs]
+        sets = [frozenset(rng.sample(range(VOCAB), rng.randint(1, 6))) for _ in range(3)]
+        which = tuple(rng.randrange(3) for _ in range(rows[0].pick))
+        packed = tuple(sum(1 << i for i in ids).to_bytes(rng.choice((3, 8)), "little") for ids in sets)
+        rows[0] = structs.replace(rows[0], masks=packed, mask_of=which, said=(5,))
+        ranks = Ranks(size)
+        ranks.begin([structs.replace(seq.begin, prompt=seq.prompt) for seq in seqs])
+        texts = [(seq, text) for seq, r in zip(seqs, rows, strict=True) for text in seq.texts(r)]
+        logits = np.stack([model_logits(seq.prompt + text) for seq, text in texts])
+        (ids, _), *_ = ranks.choose(logits, rows)
+        forbidden = [tuple(set(range(VOCAB)) - sets[i]) for i in which] + [()] * rows[1].pick
+        for token, row, (seq, text), banned in zip(ids, logits, texts, forbidden, strict=True):
+            rule = dataclasses.replace(mirrored(seq.rule, len(seq.prompt)), banned=banned)
+            assert token == reference.pick.choose(row, len(seq.prompt + text), rule, seq.prompt, text)
 
 
 def test_released_sequences_are_forgotten():

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-MESSAGES = "kdtp.messages"
+JOINED = ("kdtp.messages", "kdtp.grammar")
 COMMON = ("kdtp.types", "kdtp.config", "kdtp.log")
 ALLOWED = {  # a module or package, and the modules and packages of this repository it may import beside itself
     "kdtp.version": (),
@@ -25,8 +25,9 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
     "kdtp.model": ("kdtp.kernels", *COMMON),
     "kdtp.spec": ("kdtp.kernels", "kdtp.types"),
     "kdtp.draft": ("kdtp.kernels", "kdtp.model.layers", "kdtp.model.rope", *COMMON),
-    "kdtp.engine": ("kdtp.model", "kdtp.spec", "kdtp.draft", "kdtp.kernels", "kdtp.version", MESSAGES, *COMMON),
+    "kdtp.engine": ("kdtp.model", "kdtp.spec", "kdtp.draft", "kdtp.kernels", "kdtp.version", *JOINED, *COMMON),
     "kdtp.text": (),
+    "kdtp.grammar": ("kdtp.text", "kdtp.types"),
     "kdtp.cli": ("kdtp", "launcher"),
     "kdtp.cli.convert": ("kdtp", "reference"),
     "kdtp.__main__": ("kdtp", "launcher"),
@@ -48,6 +49,7 @@ THIRD_PARTY = {  # what the rooms that must stand alone may use beside the stand
     "kdtp.messages": ("msgspec",),
     "kdtp.types": ("msgspec", "torch"),  # torch for a type checker only, which another test holds
     "kdtp.spec": ("torch",),
+    "kdtp.grammar": ("llguidance",),
     "kdtp.text": ("tokenizers", "tiktoken", "jinja2"),
     "launcher": ("torch",),
     "reference": ("numpy",),

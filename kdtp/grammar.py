@@ -1,0 +1,105 @@
+"""Grammars of a model's own tokens, compiled by llguidance (extra `grammar`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kdtp.types import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Between the parts of JSON. Without a limit a model that is lost writes spaces for ever.
+_JSON = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
+
+
+class Matcher:
+    """As spec.grammar.Grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def error(self) -> str:
+        """Why nothing is allowed any more: a limit of the grammar's cost was reached."""
+        return str(self._matcher.get_error())
+
+    def mask(self) -> bytes:
+        """Of the ids that may come next."""
+        return b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
+
+    def advance(self, token: int) -> None:
+        """Go on by an allowed token."""
+        self._matcher.consume_token(token)
+
+    def rollback(self, count: int) -> None:
+        """Take back the last tokens."""
+        if not self._matcher.is_error():
+            self._matcher.rollback(count)
+
+
+class Vocabulary:
+    """What llguidance must know of a tokenizer: the bytes of each id, which ids are no text, how text is cut."""
+
+    bos_token_id = None
+
+    def __init__(self, folder: str, vocab_size: int, ends: Sequence[int]) -> None:
+        from kdtp.text.tokenizer import load
+
+        self._tokenizer = load(folder, vocab_size)
+        controls = set(self._tokenizer.controls.values()) | set(ends)
+        self.eos_token_id = ends[0]
+        # An id that stands for nothing would match anywhere, and for ever.
+        silent = [i for i in range(vocab_size) if not self._tokenizer.token_bytes(i)]
+        self.special_token_ids = sorted(controls.union(silent))
+        self.tokens = [self._tokenizer.token_bytes(i) or b"<none>" for i in range(vocab_size)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode())
+
+
+class Grammars:
+    """Compiles the grammars of requests to one model, whose tokenizer is read when the first one comes.
+
+    folder: of the model; ends: the ids that end a text. ValueError from `compile`, naming what is missing or wrong.
+    """
+
+    def __init__(self, folder: str, vocab_size: int, ends: Sequence[int]) -> None:
+        self._folder, self._vocab_size, self._ends = folder, vocab_size, tuple(ends)
+        self._tokens: LLTokenizer | None = None
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A grammar at its beginning."""
+        try:
+            import llguidance
+        except ImportError:
+            raise ValueError("grammar: needs the package llguidance; pip install 'kdtp[grammar]'") from None
+        tokens = self._tokens = self._tokens or self._read(llguidance)
+        try:
+            text = self._text(llguidance, grammar)
+        except ValueError as error:
+            raise ValueError(f"grammar: {error}") from None
+        matcher = llguidance.LLMatcher(tokens, text, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"grammar: {grammar.kind}: {matcher.get_error().strip()}")
+        return Matcher(matcher)
+
+    @staticmethod
+    def _text(llguidance: Any, grammar: Grammar) -> str:
+        if grammar.kind == "json_schema":
+            return str(llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON))
+        return str(llguidance.grammar_from(grammar.kind, grammar.text))
+
+    def _read(self, llguidance: Any) -> LLTokenizer:
+        from kdtp.text.files import TextError
+
+        if not self._ends:
+            raise ValueError("grammar: the model names no token that ends a text")
+        try:
+            vocabulary = Vocabulary(self._folder, self._vocab_size, self._ends)
+        except TextError as error:
+            raise ValueError(f"grammar: {error}") from None
+        wrapper = llguidance.TokenizerWrapper(vocabulary)
+        made: LLTokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=list(self._ends))
+        return made

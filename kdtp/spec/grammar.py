@@ -1,0 +1,58 @@
+"""Trees under a grammar: what may follow each node, and no node that may not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from kdtp.types import ROOT, Tree
+
+
+class Grammar(Protocol):
+    """What a text must match, at some place of the text.
+
+    mask: bit i of byte i // 8 says whether id i may come next; nothing is allowed once the grammar has failed, for a
+    reason that `error` then tells. advance: go on by an allowed token; rollback: take back the last ones.
+    """
+
+    @property
+    def error(self) -> str: ...
+    def mask(self) -> bytes: ...
+    def advance(self, token: int) -> None: ...
+    def rollback(self, count: int) -> None: ...
+
+
+def constrain(tree: Tree, grammar: Grammar, ends: Collection[int]) -> tuple[Tree, list[bytes]]:
+    """The tree without the nodes that the grammar forbids, and without what follows an end; and each node's mask.
+
+    grammar: at the root, where it is again afterwards.
+    """
+    children: list[list[int]] = [[] for _ in tree.tokens]
+    for node, parent in enumerate(tree.parents):
+        if parent != ROOT:
+            children[parent].append(node)
+    masks: dict[int, bytes] = {}
+
+    def visit(node: int) -> None:
+        masks[node] = grammar.mask()
+        for child in children[node]:
+            token = tree.tokens[child]
+            if not allows(masks[node], token):
+                continue
+            if token in ends:
+                masks[child] = masks[node]  # nothing is chosen there that is ever seen
+                continue
+            grammar.advance(token)
+            visit(child)
+            grammar.rollback(1)
+
+    visit(0)
+    kept = sorted(masks)
+    place = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
+    tokens, parents = (tree.tokens[node] for node in kept), (place[tree.parents[node]] for node in kept)
+    return Tree(tuple(tokens), tuple(parents)), [masks[node] for node in kept]
+
+
+def allows(mask: bytes, token: int) -> bool:
+    """Whether a mask allows an id; it may be shorter than the vocabulary."""
+    return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)

@@ -1,0 +1,209 @@
+"""Grammars: what they forbid is never chosen nor drafted, and the text is the same with any draft."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdtp.config import DrafterConfig, EngineConfig
+from kdtp.engine.api import Engine
+from kdtp.engine.request import Request
+from kdtp.grammar import Grammars
+from kdtp.messages import Failed
+from kdtp.spec.grammar import allows, constrain
+from kdtp.text.tokenizer import load
+from kdtp.types import ROOT, Grammar, SamplingParams, Tree
+from tests import text_folders
+from tests.harness import NONE, Harness
+from tests.processes import TINY
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["alpha", "beta", "größe"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+}
+JSON = Grammar("json_schema", json.dumps(SCHEMA))
+CODE = Grammar("regex", r"[A-Z]{2,4}-[0-9]{3}(x|yy)?")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return text_folders.deepseek(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load(folder, 512)
+
+
+@pytest.fixture(scope="module")
+def engine(folder, tokenizer):
+    harness = Harness(TINY)
+    ends = tuple(sorted(tokenizer.stop_ids))
+    harness.plan = dataclasses.replace(harness.plan, model=dataclasses.replace(harness.plan.model, eos_token_ids=ends))
+    harness.compile = Grammars(str(folder), 512, ends).compile
+    yield harness
+    harness.close()
+
+
+def rules(grammar):
+    return [
+        SamplingParams(max_tokens=360, grammar=grammar),
+        SamplingParams(max_tokens=360, grammar=grammar, temperature=1.5, seed=3, logprobs=1),
+        SamplingParams(max_tokens=360, grammar=grammar, temperature=0.9, seed=8, top_p=0.9, frequency_penalty=0.6),
+    ]
+
+
+@pytest.mark.parametrize("grammar", [JSON, CODE], ids=["json", "regex"])
+def test_the_text_matches_and_is_the_same_with_any_draft(engine, tokenizer, grammar):
+    rng = random.Random(1)
+    prompts = [tuple(rng.randrange(512) for _ in range(n)) for n in (3, 20, 66)]
+    params = rules(grammar)
+    alone = [engine.run([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    for done in alone:
+        assert done.reason == "stop" and done.tokens[-1] in tokenizer.stop_ids
+        check_text(grammar, tokenizer.decode(done.tokens[:-1]))
+    known = {prompt: tuple(done.tokens) for prompt, done in zip(prompts, alone, strict=True)}
+    accepted = 0
+    for drafter in (
+        DrafterConfig("oracle", block=8, budget=16),
+        DrafterConfig("oracle", block=6, budget=20, hit=(0.7,), rank=3),
+        DrafterConfig("oracle", shape="chain", budget=7, hit=(0.9,)),
+        DrafterConfig("ngram", budget=12),
+    ):
+        together = engine.run(prompts, params, drafter, known, kv_tokens=448, prefill_chunk=32)
+        for got, want in zip(together, alone, strict=True):
+            assert (got.tokens, got.reason, got.logprobs) == (want.tokens, want.reason, want.logprobs)
+            accepted += sum(got.usage.accepted_by_depth)
+    assert accepted > 20
+
+
+def check_text(grammar, text):
+    if grammar is CODE:
+        assert re.fullmatch(CODE.text, text)
+        return
+    value = json.loads(text)
+    assert list(value) == ["name", "kind", "sizes"] and value["kind"] in SCHEMA["properties"]["kind"]["enum"]
+    assert len(value["name"]) <= 6 and len(value["sizes"]) <= 3
+    assert all(type(size) is int and 0 <= size <= 99 for size in value["sizes"])
+
+
+def test_one_request_s_grammar_is_nothing_to_its_neighbours(engine):
+    free = SamplingParams(max_tokens=20)
+    (alone,) = engine.run([(5, 6, 7)], free)
+    together = engine.run([(1, 2), (5, 6, 7)], [rules(JSON)[1], free], DrafterConfig("ngram"))
+    assert together[1].tokens == alone.tokens and together[1].logits.tobytes() == alone.logits.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar("json_schema", '{"type": "nonsense"}'), "json_schema: .*nonsense"),
+        (Grammar("json_schema", '{"type": '), "grammar: "),
+        (Grammar("regex", "[0-9"), "unclosed character class"),
+        (Grammar("lark", "start: x"), 'unknown name: "x"'),
+    ],
+)
+def test_a_grammar_that_cannot_be_is_refused(engine, grammar, words):
+    coordinator = engine.coordinator()
+    with pytest.raises(ValueError, match=words):
+        coordinator.submit(Request(1, (1,), SamplingParams(grammar=grammar)))
+    assert coordinator.idle
+
+
+def test_what_a_grammar_needs_is_said(engine, folder):
+    with pytest.raises(ValueError, match="ignore_eos = True: must be off with a grammar"):
+        SamplingParams(grammar=CODE, ignore_eos=True)
+    with pytest.raises(ValueError, match="the model names no token that ends a text"):
+        Grammars(str(folder), 512, ()).compile(CODE)
+    with pytest.raises(ValueError, match=r"grammar: .*512 tokens, the model only 100"):
+        Grammars(str(folder), 100, (1,)).compile(CODE)
+    config = EngineConfig(str(TINY), threads=1)
+    with Engine.of(config) as made, pytest.raises(ValueError, match=r"grammar: .*no tokenizer|names no token"):
+        made.generate([(1, 2)], SamplingParams(grammar=CODE))
+
+
+class Failing:
+    """A grammar that reaches a limit at its third mask."""
+
+    def __init__(self):
+        self.masks, self.error = 0, ""
+
+    def mask(self):
+        self.masks += 1
+        self.error = "too complex" if self.masks > 2 else ""
+        return b"" if self.error else b"\xff" * 64
+
+    def advance(self, token):
+        pass
+
+    def rollback(self, count):
+        pass
+
+
+def test_a_grammar_that_fails_fails_its_own_request(engine):
+    coordinator = engine.coordinator(NONE)
+    coordinator._compile = lambda grammar: Failing()
+    coordinator.submit(Request(1, (1, 2), SamplingParams(max_tokens=9, grammar=CODE)))
+    coordinator.submit(Request(2, (3,), SamplingParams(max_tokens=9)))
+    ends = {}
+    while not coordinator.idle:
+        ends |= {event.message.request: event.message for event in coordinator.step()}
+    assert isinstance(ends[1], Failed) and ends[1].message.endswith("after 2 tokens: too complex")
+    assert ends[2].reason == "length"
+
+
+class Words:
+    """The grammar of a list of words: what may come next is what comes next in one of them; 0 ends."""
+
+    error = ""
+
+    def __init__(self, words):
+        self.words, self.text = words, []
+
+    def mask(self):
+        here = len(self.text)
+        ids = {word[here] if len(word) > here else 0 for word in self.words if list(word[:here]) == self.text}
+        return bytes([sum(1 << i for i in ids)])
+
+    def advance(self, token):
+        self.text.append(token)
+
+    def rollback(self, count):
+        del self.text[len(self.text) - count :]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_what_is_left_of_a_tree(data):
+    words = data.draw(st.lists(st.lists(st.integers(1, 4), max_size=5).map(tuple), min_size=1, max_size=6))
+    edges = {(ROOT, 7): None}
+    for _ in range(data.draw(st.integers(0, 14))):
+        edges.setdefault((data.draw(st.integers(0, len(edges) - 1)), data.draw(st.integers(0, 5))), None)
+    tree = Tree(tuple(token for _, token in edges), tuple(parent for parent, _ in edges))
+    grammar = Words(words)
+    kept, masks = constrain(tree, grammar, {0})
+    assert grammar.text == [] and len(masks) == len(kept)
+
+    def paths(t):
+        found = [()]
+        for token, parent in list(zip(t.tokens, t.parents, strict=True))[1:]:
+            found.append((*found[parent], token))
+        return found
+
+    legal = {word[:n] for word in words for n in range(len(word) + 1)} | {(*word, 0) for word in words}
+    assert paths(kept) == [path for path in paths(tree) if path in legal]
+    for path, mask in zip(paths(kept), masks, strict=True):
+        if path[-1:] != (0,):
+            assert [allows(mask, i) for i in range(16)] == [(*path, i) in legal for i in range(16)]
