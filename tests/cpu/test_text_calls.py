@@ -213,6 +213,8 @@ SECTION, DONE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
         (f"{BEGIN} {SEP}{{}}{END}", [Content("{}")]),
         (f"{SECTION} lost? {DONE}", [Content(" lost?")]),
         (f"{SEP}a{END}b{DONE}{SECTION}", [Content("ab")]),
+        (f"{SECTION}{DONE} x ", [Content(" x ")]),
+        (f"{BEGIN}functions.a:b{SEP}1{END}", [CallBegin(0, "functions.a:b", "a:b"), Arguments(0, "1"), CallEnd(0)]),
         (f"{BEGIN}f:0{SEP}<think>{SEP}{END}", [CallBegin(0, "f:0", "f"), Arguments(0, f"<think>{SEP}"), CallEnd(0)]),
     ],
 )  # fmt: skip
@@ -241,7 +243,12 @@ V3 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁
 def test_deepseek_v3(tmp_path, body, name, arguments_):
     tokenizer = load(folders.deepseek(tmp_path))
     want = [CallBegin(0, "call_0", name), Arguments(0, arguments_), CallEnd(0)]
-    assert told(tokenizer, V3.format(body) if body else V3, DEEPSEEK_V3) == want
+    assert told(tokenizer, V3.format(body), DEEPSEEK_V3) == want
+
+
+def test_a_fenced_call_without_arguments_is_content(deepseek):
+    assert told(deepseek, V3.format("f"), DEEPSEEK_V3) == [Content("f")]
+    assert told(deepseek, V3.format("f\n"), DEEPSEEK_V3) == [CallBegin(0, "call_0", "f"), CallEnd(0)]
 
 
 def test_arguments_come_as_they_are_written(tmp_path):

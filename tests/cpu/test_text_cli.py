@@ -9,15 +9,19 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kdtp import Engine, SamplingParams
 from kdtp.__main__ import main
+from kdtp.cli.answer import Answer
 from kdtp.cli.screen import printable
 from kdtp.config import DrafterConfig, EngineConfig
-from kdtp.messages import Finished, Tokens
+from kdtp.engine.api import Completion
+from kdtp.messages import Finished, Tokens, Usage
 from kdtp.text import template
 from kdtp.text.tokenizer import load
+from kdtp.types import Logprob
 from tests import hf_cases
 from tests import text_folders as folders
 from tests.processes import TINY, kdtp
@@ -145,6 +149,43 @@ def test_a_stop_token_is_not_shown(capsys, model):
     first = whole["tokens"].index(end)
     assert out["tokens"] == whole["tokens"][: first + 1] and out["finish_reason"] == "stop"
     assert out["text"] == load(model.parent).decode(whole["tokens"][:first])
+
+
+def test_the_tokenizer_says_what_ends_an_answer(capsys, tmp_path):
+    folder = folders.deepseek(tmp_path)
+    whole = generate(capsys, TINY, QUESTION, "--tokenizer", folder, "--max-tokens", 12)
+    assert whole["finish_reason"] == "length"
+    end = whole["tokens"][7]
+    folders.write(folder / "generation_config.json", {"eos_token_id": [1, end]})
+    first = whole["tokens"].index(end)
+    out = generate(capsys, TINY, QUESTION, "--tokenizer", folder, "--max-tokens", 12)
+    assert out["tokens"] == whole["tokens"][: first + 1] and out["finish_reason"] == "stop"
+    assert out["text"] == load(folder).decode(whole["tokens"][:first])
+    ignored = generate(capsys, TINY, QUESTION, "--tokenizer", folder, "--max-tokens", 12, "--ignore-eos")
+    assert ignored["tokens"] == whole["tokens"] and ignored["text"] == whole["text"]
+
+
+def test_a_stop_string_in_the_golden_text(capsys, tmp_path):
+    folder = folders.deepseek(tmp_path)
+    whole = generate(capsys, TINY, "--tokenizer", folder, "--check")
+    assert whole["matches_golden"] is True and whole["text"] == load(folder).decode(whole["tokens"])
+    stop, at = stop_in(whole["text"])
+    out = generate(capsys, TINY, "--tokenizer", folder, "--check", "--stop", stop)
+    assert out["text"] == whole["text"][:at] and out["matches_golden"] is None and out["matches_ar"] is True
+
+
+def test_a_cut_completion(tmp_path):
+    """Everything that is told per token ends with the token that completes the stop string."""
+    answer = Answer(load(folders.kimi(tmp_path)), (), ("cd",), lambda text: None)
+    assert not answer.take(Tokens(1, 0, (97, 98))) and answer.take(Tokens(1, 2, (99, 100, 101)))
+    answer.end()
+    logprobs = tuple(Logprob(i, 0.0, 1, ()) for i in range(5))
+    logits = np.arange(10, dtype=np.float32).reshape(5, 2)
+    done = Completion((1,), (97, 98, 99, 100, 101), "length", Usage(completion_tokens=5), logits, logprobs)
+    cut = answer.cut(done)
+    assert answer.text == "ab" and cut.tokens == (97, 98, 99, 100) and cut.finish_reason == "stop"
+    assert cut.usage.completion_tokens == 4 and cut.logprobs == logprobs[:4]
+    assert cut.logits is not None and cut.logits.shape == (4, 2)
 
 
 @pytest.mark.timeout(180)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from kdtp.text import kimi
 from kdtp.text.files import TextError
-from kdtp.text.tokenizer import Tokenizer, load
+from kdtp.text.marks import Marks
+from kdtp.text.tokenizer import Part, Tokenizer, load
 from tests import text_folders as folders
 
 TRICKY = (
@@ -93,6 +94,7 @@ def test_every_control_token(deepseek, kimi_like):
 
 def test_what_the_files_say(deepseek, kimi_like):
     assert deepseek.vocab_size == 512 and deepseek.begin == (0,) and deepseek.stop_ids == {1}
+    assert {*deepseek.controls} == {*folders.DEEPSEEK_SPECIAL, *folders.DEEPSEEK_TURNS} and deepseek.hidden == {0, 1}
     base = 256 + MERGES
     assert kimi_like.vocab_size == base + 256 and kimi_like.begin == ()
     assert kimi_like.stop_ids == {base + 1, base + 2}  # the tokenizer's [EOS], and <|im_end|> of generation_config
@@ -145,6 +147,27 @@ def test_added_tokens_that_are_text_keep_their_ids(tmp_path):
     for text in ("a☃b ☃", "x     y", "    "):
         assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
     assert {512, 513} & {*tokenizer.encode("☃    ")} == {512, 513} and not {"☃", "    "} & {*tokenizer.controls}
+
+
+def test_texts_side_by_side_are_one(deepseek, kimi_like):
+    for tokenizer in (deepseek, kimi_like):
+        end = tokenizer.roles["eos_token"]
+        parts: list[Part] = ["", "kd", "tp", "", tokenizer.controls[end], "你", "好", " the"]
+        assert tokenizer.encode_parts(parts) == tokenizer.encode_parts(tokenizer.split(f"kdtp{end}你好 the"))
+
+
+def test_of_two_names_at_one_place_the_longer_counts(tmp_path):
+    def change(file):
+        file["added_tokens"].append(dict(file["added_tokens"][-1], id=512, content="<think"))
+
+    tokenizer = load(changed(tmp_path, change))
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "<think><think <thinker"
+    assert tokenizer.split(text) == [510, 512, " ", 512, "er"]
+    assert tokenizer.encode_parts(tokenizer.split(text)) == library.encode(text, add_special_tokens=False).ids
+    assert Marks(tokenizer.controls).parts(Marks(tokenizer.controls).put(text)) != tokenizer.split(text)  # two secrets
+    marks = Marks(tokenizer.controls)
+    assert marks.parts(marks.put(text)) == tokenizer.split(text) and marks.show(marks.put(text)) == text
 
 
 def test_spaces_that_a_control_token_swallows(tmp_path):
