@@ -19,12 +19,13 @@ enum { KDTP_DENSE = 0, KDTP_INT4 = 1 };               // `format` of expert weig
 
 // out = norm(x) * weight; with `residual`: residual += x first, and that sum is normed.
 typedef struct KdtpRmsNormArgs {
-  const void* x;          // [rows, width] T
+  const void* x;          // [rows, width] T; a row is x_stride elements after the one before
   void* residual;         // [rows, width] T in/out, or null
   const void* weight;     // [width] f32
   void* out;              // [rows, width] T
   int64_t rows;
   int64_t width;          // 1..16384
+  int64_t x_stride;
   double eps;
   int64_t dtype;
   void* stream;
@@ -146,6 +147,7 @@ typedef struct KdtpLinearHeadsArgs {
 typedef struct KdtpRouterArgs {
   const void* logits;     // [rows, experts] f32
   const void* bias;       // [experts] f32, or null; only with sigmoid
+  const void* kv_rows;    // [rows] i64, or null: a row with a negative one is padding, whose ids are -1
   void* ids;              // [rows, topk] i32
   void* weights;          // [rows, topk] f32
   int64_t rows;
@@ -159,7 +161,7 @@ typedef struct KdtpRouterArgs {
   void* stream;
 } KdtpRouterArgs;
 
-// The routed experts: out = sum over k, in order, of weights[r, k] * down(silu(gate) * up) of expert ids[r, k].
+// The routed experts: out = sum over k, in order, of weights[r, k] * down(silu(gate) * up) of expert ids[r, k], + add.
 // Dense weights are T; INT4: 8 nibbles in an int32 along `in`, lowest bits first, value nibble - 8, one T scale per 32.
 typedef struct KdtpMoeArgs {
   const void* x;          // [rows, hidden] T
@@ -169,6 +171,7 @@ typedef struct KdtpMoeArgs {
   const void* w_down;     // dense [experts, hidden, inter] T; INT4: as kdtp_moe_repack gives it
   const void* s_gate_up;  // INT4 scales as repacked, or null
   const void* s_down;     // INT4 scales as repacked, or null
+  const void* add;        // [rows, hidden] T, or null: what comes on top
   void* out;              // [rows, hidden] T
   void* workspace;        // [workspace_bytes]: kdtp_moe_workspace says how many are needed
   int64_t rows;

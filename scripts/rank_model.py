@@ -108,8 +108,7 @@ class Moe:
         def reads() -> int:
             return kept(self._experts) * hit(ids) // EXPERTS
 
-        routed = stage("moe", reads, cuda.moe_int4, x, ids, weights, *self._experts)
-        return stage("add shared", 0, torch.add, routed, self._shared(x, None, stage))
+        return stage("moe", reads, cuda.moe_int4, x, ids, weights, *self._experts, self._shared(x, None, stage))
 
 
 class Attention:
@@ -125,8 +124,6 @@ class Attention:
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor, stage: Stage) -> torch.Tensor:
         """[M, hidden] -> [M, hidden]; writes the tree's rows into kv."""
         q_a, kv_new = self._w_in(x, stage).split([Q_LORA, KV_ROW], 1)
-        if not q_a.is_contiguous():  # as cuda.rms_norm would
-            q_a = stage("copy q_a", 0, q_a.contiguous)
         q_a = stage("q_a norm", 0, cuda.rms_norm, q_a, self._q_norm, EPS)
         q = self._q_b(q_a, stage).view(-1, HEADS, NOPE + ROPE)
         places = (self._latent_norm, EPS, batch.cos, batch.sin, batch.rows, kv)

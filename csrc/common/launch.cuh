@@ -1,4 +1,10 @@
 // Launches with what <<<>>> cannot say: clusters, and kernels that start before the one in front of them has ended.
+//
+// Kernels of a step follow each other without a gap: each is put on the device while the one before still runs, takes
+// from memory what no such kernel writes (weights, index tables, committed rows of the cache), and then waits. What is
+// copied, or written by kernels launched in another way, is there before the first one starts. Every block of every kernel that is
+// launched here calls wait_for_kernel_before() once, before it touches anything that kernels write or read, and before
+// it ends: then "the kernel before has ended" means that all before it have.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -14,7 +20,6 @@ struct Launch {
   dim3 block;
   size_t shared = 0;     // dynamic, bytes
   unsigned cluster = 1;  // blocks in a row along x that can read each other's shared memory
-  bool overlap = false;  // start while the kernel before still runs: the kernel waits by wait_for_kernel_before()
 };
 
 // Launch `kernel`; returns the CUDA error.
@@ -30,7 +35,7 @@ int launch(void (*kernel)(Parameters...), const Launch& how, void* stream, Argum
   attributes[0].val.clusterDim.x = how.cluster;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = how.overlap ? 1 : 0;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = how.grid;
   config.blockDim = how.block;
@@ -62,13 +67,19 @@ __device__ __forceinline__ float cluster_float(const float* local, int rank) {
   return value;
 }
 
-// Everything that the kernel before has written is there when this returns. Every block calls it, or the end of this
-// kernel would not mean the end of that one. Memory that is written by the kernel before is read by ordinary loads.
+// Everything that the kernel before has written is there when this returns. Such memory is read by ordinary loads, so
+// pointers to it are never __restrict__: the compiler would think that nobody writes it, and load whenever it likes.
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Once every block has called it (or ended), the kernel behind may start, on what the device has left.
 __device__ __forceinline__ void let_kernel_behind_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// What a kernel starts with that has nothing to fetch before.
+__device__ __forceinline__ void follow_kernel_before() {
+  let_kernel_behind_start();
+  wait_for_kernel_before();
 }
 
 }  // namespace kdtp

@@ -1,5 +1,6 @@
 // The gate of a SwiGLU MLP.
 #pragma once
+#include "../common/launch.cuh"
 #include "../common/kdtp.cuh"
 #include "../common/pack.cuh"
 
@@ -11,8 +12,9 @@ __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
 // Grid: rows, columns. Each thread takes kWide elements of gate and up; width is a multiple of kWide.
 template <typename T, int kWide>
-__global__ void __launch_bounds__(kActThreads) silu_mul_kernel(const T* __restrict__ x, T* __restrict__ out, int width) {
+__global__ void __launch_bounds__(kActThreads) silu_mul_kernel(const T* x, T* out, int width) {
   using Wide = Pack<T, kWide>;
+  follow_kernel_before();
   const int column = (blockIdx.y * kActThreads + threadIdx.x) * kWide;
   if (column >= width) return;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * width + column;

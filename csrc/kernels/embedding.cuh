@@ -1,5 +1,6 @@
 // Rows of a vocabulary shard.
 #pragma once
+#include "../common/launch.cuh"
 #include "../common/kdtp.cuh"
 #include "../common/pack.cuh"
 
@@ -10,8 +11,9 @@ constexpr int kEmbeddingThreads = 128;
 // Grid: rows, words of a row. A row is copied in words of any type, whatever its elements are.
 template <typename Word>
 __global__ void __launch_bounds__(kEmbeddingThreads)
-    embedding_kernel(const int64_t* __restrict__ ids, const Word* __restrict__ weight, Word* __restrict__ out,
-                     int64_t vocab, int words, int64_t first) {
+    embedding_kernel(const int64_t* ids, const Word* __restrict__ weight, Word* out, int64_t vocab, int words,
+                     int64_t first) {
+  follow_kernel_before();
   const int word = blockIdx.y * kEmbeddingThreads + threadIdx.x;
   if (word >= words) return;
   // Ids below the first wrap around, to far above any vocabulary.

@@ -1,5 +1,6 @@
 // Products of a few rows with matrices stored [out, in]: what both forms share, and the plain one.
 #pragma once
+#include "../common/launch.cuh"
 #include "dot.cuh"
 
 namespace kdtp {
@@ -23,6 +24,7 @@ template <typename T> __device__ __forceinline__ void store(const Linear& p, int
 // Any size, any alignment. Grid: tiles of outputs, tiles of rows, heads.
 template <typename T> __global__ void __launch_bounds__(kDotThreadsMost, 2) linear_kernel(const Linear p) {
   const int out = blockIdx.x * kDotOuts, row = blockIdx.y * kDotRows, head = blockIdx.z;
+  follow_kernel_before();
   const T *w[kDotOuts], *x[kDotRows];
   // Beyond the edge the last one is taken again, and its sums are thrown away.
 #pragma unroll

@@ -1,55 +1,85 @@
 // Products of a few rows on tensor cores: bfloat16, `in` a multiple of 32, 16-byte aligned rows.
 //
-// The blocks of a cluster share a tile of outputs and split its inputs; within a block, too, warps may split them.
-// Which inputs go where depends on the matrix alone, and partial sums are added in the order of the inputs.
+// The inputs are cut into parts, by the matrix alone. A warp does one part for 16 outputs; the warps of a block, or the
+// blocks of a cluster, do the others, as is best for the number of rows. Partial sums are added in the order of the
+// parts, whoever made them.
 #pragma once
-#include "../common/launch.cuh"
+#include "../common/async.cuh"
 #include "fragments.cuh"
 #include "linear.cuh"
 
 namespace kdtp {
 
 constexpr int kLinearWarps = 8, kLinearThreads = 32 * kLinearWarps;
+constexpr int kL2Blocks = 32;  // of a warp's share that may be fetched into the L2: 32 KB, 36 MB for all warps of an H200
 
 // kTiles: tiles of 8 rows. kOutWarps: warps side by side over outputs; the others split the inputs.
 template <int kTiles, int kOutWarps> struct LinearTile {
   static constexpr int kRows = 8 * kTiles, kOuts = 16 * kOutWarps, kParts = kLinearWarps / kOutWarps;
-  static constexpr int kAhead = kTiles <= 2 ? 8 : 4;  // blocks of a warp that are on their way, as registers allow
-  static constexpr int kUnits = 4 * kAhead * kParts;  // 16-byte units of a row of x that are staged at a time
-  // No bank conflicts: 64 bytes behind each row, as eight lanes read 64 bytes of two rows; 4 floats behind each sum.
-  static constexpr int kStride = (kUnits + 3) / 8 * 8 + 4, kPadded = kOuts + 4;
-  static constexpr int kStageBytes = kRows * kStride * 16, kSumBytes = kParts * kRows * kPadded * 4;
-  static constexpr int kShared = 2 * kStageBytes > kSumBytes ? 2 * kStageBytes : kSumBytes;
-  static_assert(kShared <= kSharedMost, "a portable kernel");
+  // Blocks of a warp that are on their way, as registers and the room for rows allow.
+  static constexpr int kAhead = kTiles == 1   ? 8
+                                : kTiles == 2 ? (kOutWarps == 1 ? 4 : 8)
+                                : kTiles == 4 ? (kOutWarps == 1 ? 2 : 4)
+                                              : 3;
+  static constexpr int kPadded = kOuts + 4;           // floats of a row's sums, without bank conflicts
+  static constexpr int kSumBytes = kParts * kRows * kPadded * 4;
 };
 
-// Blocks of 32 inputs, first .. last - 1.
+// How a block's rows of x are laid into shared memory: so many blocks of 32 inputs of each of its parts at a time.
+struct Chunks {
+  int blocks;   // all there are, or a multiple of the tile's kAhead
+  int rows;     // that there is room for
+  int stride;   // 16-byte units of a row, those of its parts one behind the other
+  int buffers;  // 1: all at once; 2: the next ones come while these are used
+};
+
+// A part of the inputs: blocks of 32, first .. last - 1.
 struct Blocks {
   int first, last;
-
-  // The part-th of so many near equal parts.
-  __device__ Blocks part(int index, int parts) const {
-    const int all = last - first;
-    return {first + all * index / parts, first + all * (index + 1) / parts};
-  }
 };
 
-// Copy the next kAhead blocks of every part of `mine`, from their `done`-th on; zeros where no row or block is.
-template <class Tile>
-__device__ __forceinline__ void stage(uint4* to, const __nv_bfloat16* x, int64_t x_row, int rows, Blocks mine,
-                                      int done) {
-  constexpr int kAll = Tile::kRows * Tile::kUnits;
-#pragma unroll(kAll > 2 * kLinearThreads ? 1 : 2)  // more at once would cost more registers than there are
-  for (int start = 0; start < kAll; start += kLinearThreads) {
-    const int i = start + threadIdx.x, row = i / Tile::kUnits, unit = i % Tile::kUnits;
-    if (kAll % kLinearThreads != 0 && i >= kAll) break;
-    const Blocks part = mine.part(unit / (4 * Tile::kAhead), Tile::kParts);
-    const int block = part.first + done + unit / 4 % Tile::kAhead;
-    const bool present = row < rows && block < part.last;
-    const __nv_bfloat16* from = present ? x + row * x_row + block * kBlock + unit % 4 * 8 : x;
-    cp_async_16(to + row * Tile::kStride + unit, from, present);
+// How the blocks of 32 inputs are cut into 1 << shift near equal parts.
+struct Parts {
+  int blocks, shift;
+
+  __device__ Blocks operator[](int index) const { return {blocks * index >> shift, blocks * (index + 1) >> shift}; }
+  __device__ int longest() const { return (blocks + (1 << shift) - 1) >> shift; }
+};
+
+// The block's rows of x in shared memory. There may be fewer than a tile has: what stands in the places of the others is
+// multiplied, too, into sums that nobody reads.
+template <class Tile> struct Staging {
+  uint4* shared;
+  Barrier* full;  // [2]
+  const __nv_bfloat16* x;
+  int64_t x_row;
+  int rows;
+  Parts parts;
+  Chunks chunks;
+
+  __device__ uint4* at(int chunk) const { return shared + chunk % 2 * chunks.rows * chunks.stride; }
+
+  // By one thread; the block synchronizes before the first fetch.
+  __device__ void init() const {
+    barrier_init(&full[0], rows * Tile::kParts);
+    barrier_init(&full[1], rows * Tile::kParts);
+    barrier_init_done();
   }
-}
+
+  // By all threads: one copies a part of a row. Nobody reads the chunk before the last one any more.
+  __device__ void fetch(int chunk) const {
+    static_assert(Tile::kRows * Tile::kParts <= kLinearThreads, "a thread a copy");
+    const int row = threadIdx.x / Tile::kParts, part = threadIdx.x % Tile::kParts;
+    if (row >= rows) return;
+    const Blocks all = parts[blockIdx.x * Tile::kParts + part];
+    const int first = all.first + chunk * chunks.blocks, bytes = max(0, min(chunks.blocks, all.last - first)) * kBlock * 2;
+    barrier_arrive_expect(&full[chunk % 2], bytes);
+    uint4* const to = at(chunk) + row * chunks.stride + part * chunks.blocks * 4;
+    if (bytes > 0) copy_bulk(to, x + row * x_row + first * kBlock, bytes, &full[chunk % 2]);
+  }
+
+  __device__ void wait(int chunk) const { barrier_wait(&full[chunk % 2], chunk / 2 % 2); }
+};
 
 // Add up the partial sums of all parts and blocks, in the order of the inputs, and store. Each block does its share.
 template <class Tile>
@@ -58,18 +88,24 @@ __device__ __forceinline__ void join(const Linear& p, const float* sums, int row
   for (int i = blockIdx.x * kLinearThreads + threadIdx.x; i < rows * Tile::kOuts; i += splits * kLinearThreads) {
     const int row = i / Tile::kOuts, out = i % Tile::kOuts;
     float total = 0.0f;
-#pragma unroll 4
-    for (int split = 0; split < splits; ++split)
+    const float* const from = sums + row * Tile::kPadded + out;
+    if (splits == 1) {
 #pragma unroll
-      for (int part = 0; part < Tile::kParts; ++part)
-        total += cluster_float(sums + (part * Tile::kRows + row) * Tile::kPadded + out, split);
+      for (int part = 0; part < Tile::kParts; ++part) total += from[part * Tile::kRows * Tile::kPadded];
+    } else {
+#pragma unroll 4
+      for (int split = 0; split < splits; ++split)
+#pragma unroll
+        for (int part = 0; part < Tile::kParts; ++part)
+          total += cluster_float(from + part * Tile::kRows * Tile::kPadded, split);
+    }
     if (out0 + out < p.out) store<__nv_bfloat16>(p, row0 + row, head, out0 + out, total);
   }
 }
 
-// Grid: splits (one cluster), tiles of rows, tiles of outputs of all heads.
+// Grid: blocks that share the parts (one cluster), tiles of rows, tiles of outputs of all heads.
 template <int kTiles, int kOutWarps>
-__global__ void __launch_bounds__(kLinearThreads, 2) linear_mma_kernel(const Linear p) {
+__global__ void __launch_bounds__(kLinearThreads, 2) linear_mma_kernel(const Linear p, const Chunks chunks) {
   using Tile = LinearTile<kTiles, kOutWarps>;
   constexpr int kAhead = Tile::kAhead;
   extern __shared__ __align__(128) unsigned char shared[];
@@ -77,16 +113,16 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_mma_kernel(const Lin
   const int out_warp = warp % kOutWarps, part = warp / kOutWarps;
   const int out_tiles = (p.out + Tile::kOuts - 1) / Tile::kOuts, head = blockIdx.z / out_tiles;
   const int out0 = blockIdx.z % out_tiles * Tile::kOuts, row0 = blockIdx.y * Tile::kRows;
-  const Blocks split = Blocks{0, p.in / kBlock}.part(blockIdx.x, gridDim.x);
-  const Blocks mine = split.part(part, Tile::kParts);
-  const int most = (split.last - split.first + Tile::kParts - 1) / Tile::kParts;  // blocks of the longest part
+  const Parts parts = {p.in / kBlock, 31 - __clz(gridDim.x * Tile::kParts)};
+  const Blocks mine = parts[blockIdx.x * Tile::kParts + part];
+  const int most = parts.longest();
 
-  const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(p.x) + row0 * p.x_row + head * p.x_head;
   // Beyond the last output the last one is taken again, and thrown away.
   const int out = min(out0 + 16 * out_warp + g, p.out - 1);
   const int out_high = min(out0 + 16 * out_warp + g + 8, p.out - 1);
-  const __nv_bfloat16* w = static_cast<const __nv_bfloat16*>(p.w) + 8 * t + mine.first * kBlock +
-                           (static_cast<int64_t>(head) * p.out + out) * p.in;
+  const __nv_bfloat16* const matrix =
+      static_cast<const __nv_bfloat16*>(p.w) + static_cast<int64_t>(head) * p.out * p.in + mine.first * kBlock;
+  const __nv_bfloat16* w = matrix + static_cast<int64_t>(out) * p.in + 8 * t;
   const int to_high = (out_high - out) * p.in;
   int left = mine.last - mine.first;
 
@@ -95,33 +131,43 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_mma_kernel(const Lin
     low[i] = stream_16(w + ahead * kBlock, ahead < left);
     high[i] = stream_16(w + ahead * kBlock + to_high, ahead < left);
   };
-  uint4* const staging = reinterpret_cast<uint4*>(shared);
-  const auto stage_from = [&](int done) {
-    uint4* to = staging + done / kAhead % 2 * (Tile::kStageBytes / 16);
-    if (done < most) stage<Tile>(to, x, p.x_row, p.rows - row0, split, done);
-    cp_async_commit();
-  };
-
   float sum[kTiles][4] = {};
+  let_kernel_behind_start();
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) fetch(i, i);
-  stage_from(0);
+  // While the kernel before is not done, the rest goes as far as the L2.
+  if (threadIdx.x % 32 < 16 && left > kAhead && left <= kL2Blocks)
+    prefetch_l2(matrix + static_cast<int64_t>(min(out0 + 16 * out_warp + static_cast<int>(threadIdx.x) % 32, p.out - 1)) * p.in +
+                    kAhead * kBlock,
+                (left - kAhead) * kBlock * 2);
+  __shared__ Barrier full[2];
+  const Staging<Tile> staging = {reinterpret_cast<uint4*>(shared), full,
+                                 static_cast<const __nv_bfloat16*>(p.x) + row0 * p.x_row + head * p.x_head, p.x_row,
+                                 min(Tile::kRows, p.rows - row0), parts, chunks};
+  if (threadIdx.x == 0) staging.init();
+  __syncthreads();
+  wait_for_kernel_before();
+  staging.fetch(0);
+  const int row = kTiles == 1 ? min(g, p.rows - 1) : g;  // a single tile has no place for rows that are not there
+  int chunk = 0;
 #pragma unroll 1
-  for (int done = 0; done < most; done += kAhead) {
-    cp_async_wait<0>();
-    __syncthreads();  // the rows are there, and nobody reads those before any more
-    stage_from(done + kAhead);
-    const uint4* rows = staging + done / kAhead % 2 * (Tile::kStageBytes / 16) + g * Tile::kStride + t;
+  for (int done = 0; done < most; done += chunks.blocks, ++chunk) {
+    if (chunk > 0) __syncthreads();  // nobody reads the chunk before any more
+    if (done + chunks.blocks < most) staging.fetch(chunk + 1);
+    staging.wait(chunk);
+    const uint4* rows = staging.at(chunk) + row * chunks.stride + part * chunks.blocks * 4 + t;
+#pragma unroll 1
+    for (int turn = 0; turn < chunks.blocks; turn += kAhead) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (i >= left) break;
-      const Fragments fragments(low[i], high[i], p.rows >> 31);
+      for (int i = 0; i < kAhead; ++i) {
+        if (i >= left) break;
+        const Fragments fragments(low[i], high[i], p.rows >> 31);
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-        mma_block(sum[n], fragments, rows[8 * n * Tile::kStride + (part * kAhead + i) * 4]);
-      fetch(i, i + kAhead);
+        for (int n = 0; n < kTiles; ++n) mma_block(sum[n], fragments, rows[8 * n * chunks.stride + i * 4]);
+        fetch(i, i + kAhead);
+      }
+      w += kAhead * kBlock, left -= kAhead, rows += kAhead * 4;
     }
-    w += kAhead * kBlock, left -= kAhead;
   }
 
   float* const sums = reinterpret_cast<float*>(shared);  // [kParts, kRows, kPadded]
@@ -131,9 +177,11 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_mma_kernel(const Lin
     float* to = sums + (part * Tile::kRows + 8 * n + 2 * t) * Tile::kPadded + 16 * out_warp + g;
     to[0] = sum[n][0], to[Tile::kPadded] = sum[n][1], to[8] = sum[n][2], to[Tile::kPadded + 8] = sum[n][3];
   }
-  cluster_barrier();
+  const bool alone = gridDim.x == 1;
+  if (alone) __syncthreads();
+  else cluster_barrier();
   join<Tile>(p, sums, row0, head, out0);
-  cluster_leave();  // a block's memory lives as long as others read it
+  if (!alone) cluster_leave();  // a block's memory lives as long as others read it
 }
 
 }  // namespace kdtp

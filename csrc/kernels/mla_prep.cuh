@@ -1,5 +1,6 @@
 // Before attention: rotary embedding of queries and key, norm of the latent, the new rows of the KV cache.
 #pragma once
+#include "../common/launch.cuh"
 #include "../common/kdtp.cuh"
 
 namespace kdtp {
@@ -48,9 +49,9 @@ __device__ __forceinline__ void prep_kv(const T* from, const float* weight, T* k
 // Grid: rows, and the row's queries or its KV row.
 template <typename T>
 __global__ void __launch_bounds__(kPrepThreads)
-    mla_prep_kernel(const T* __restrict__ q, const T* __restrict__ kv_new, const float* __restrict__ weight,
-                    const float* __restrict__ cos, const float* __restrict__ sin, const int64_t* __restrict__ kv_rows,
-                    T* __restrict__ absorbed, T* __restrict__ kv, const PrepShape s) {
+    mla_prep_kernel(const T* q, const T* kv_new, const float* __restrict__ weight, const float* cos, const float* sin,
+                    const int64_t* kv_rows, T* absorbed, T* kv, const PrepShape s) {
+  follow_kernel_before();
   const int64_t row = blockIdx.x, half = s.rope / 2, width = s.lora + s.rope;
   if (blockIdx.y == 0) {
     prep_queries(q + row * s.q_stride, absorbed + row * s.heads * width, cos + row * half, sin + row * half, s);

@@ -11,30 +11,41 @@
 
 namespace kdtp::mla {
 
-constexpr int kPage = 64;
+constexpr int kLogPage = 6, kPage = 1 << kLogPage;
 
 // Splits are shorter near position 0: a short context needs many of them to fill the device, a long one has them
 // anyway, and every split costs a state to write and to fold. `split` is a power of two, at least 64.
 struct Splits {
-  int split;
+  static constexpr int kTiers = 4;
+  int log;  // of the longest ones' positions
 
-  __host__ __device__ int shortest() const { return split / 4 > kPage ? split / 4 : kPage; }
-  __host__ __device__ int middle() const { return split / 2 > kPage ? split / 2 : kPage; }
-  __host__ __device__ int border(int tier) const { return tier == 1 ? 4 * split : 16 * split; }
-  __host__ __device__ int first(int tier) const {  // of the splits behind a border
-    const int one = border(1) / shortest();
-    return tier == 1 ? one : one + (border(2) - border(1)) / middle();
-  }
+  // Positions of a tier's splits, as a power of two, and where the tier ends; the last has no end.
+  __host__ __device__ int size(int tier) const { return log - 3 + tier > kLogPage ? log - 3 + tier : kLogPage; }
+  __host__ __device__ int end(int tier) const { return (tier == 2 ? 16 : 2 << tier) << log; }
+
   // The split that holds `position`; as many lie wholly below it.
   __host__ __device__ int of(int position) const {
-    if (position < border(1)) return position / shortest();
-    if (position < border(2)) return first(1) + (position - border(1)) / middle();
-    return first(2) + (position - border(2)) / split;
+    int below = 0, begin = 0;
+#pragma unroll
+    for (int tier = 0; tier < kTiers - 1; ++tier) {
+      if (position < end(tier)) return below + ((position - begin) >> size(tier));
+      below += (end(tier) - begin) >> size(tier);
+      begin = end(tier);
+    }
+    return below + ((position - begin) >> size(kTiers - 1));
   }
-  __host__ __device__ int begin(int s) const {
-    if (s < first(1)) return s * shortest();
-    if (s < first(2)) return border(1) + (s - first(1)) * middle();
-    return border(2) + (s - first(2)) * split;
+
+  // Its first position.
+  __host__ __device__ int begin(int split) const {
+    int below = 0, begin = 0;
+#pragma unroll
+    for (int tier = 0; tier < kTiers - 1; ++tier) {
+      const int count = (end(tier) - begin) >> size(tier);
+      if (split < below + count) return begin + ((split - below) << size(tier));
+      below += count;
+      begin = end(tier);
+    }
+    return begin + ((split - below) << size(kTiers - 1));
   }
 };
 
@@ -144,6 +155,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   extern __shared__ float4 merge_shared[];
   const int64_t place = blockIdx.x;
   const int column = blockIdx.y * kMergeThreads + threadIdx.x;
+  let_kernel_behind_start();
   const Row row = row_of(batch, blockIdx.x / batch.heads);
   if (row.padding) {
     wait_for_kernel_before();
@@ -154,7 +166,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int begin = batch.folded && row.shared == 0 ? 1 : 0;
   const int count = (batch.folded ? last + 1 - row.shared + 1 : last + 1) - begin;
   const int64_t stride = static_cast<int64_t>(batch.rows) * batch.heads;
-  wait_for_kernel_before();  // which read what is read above, too
+  wait_for_kernel_before();
   if (threadIdx.x < 32) merge_weights(states.sums + begin * stride + place, stride, count, merge_shared);
   __syncthreads();
   if (column >= lora) return;

@@ -190,6 +190,11 @@ template <class S, int kStages> class Fetcher {
     post(tile, begin, end, slot, folded);
     int from = look_up(row, begin, end);
     for (int at = begin; at < end; at += kBlock) {
+      // Committed rows are older than this step: they come while the kernel before still runs.
+      if (!waited_ && min(at + kBlock, end) > row.start) {
+        wait_for_kernel_before();
+        waited_ = true;
+      }
       fetch(from, min(kBlock, end - at));
       from = look_up(row, at + kBlock, end);
     }
@@ -247,6 +252,7 @@ template <class S, int kStages> class Fetcher {
   Shared<S, kStages>& shared_;
   const int lane_;
   int turns_;  // items of a tile
+  bool waited_ = false;
   Ring<kStages> stages_;
   Ring<kJobs> jobs_;
 };

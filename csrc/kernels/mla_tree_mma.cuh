@@ -47,12 +47,12 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
   Shared<S, kStages>& shared = *reinterpret_cast<Shared<S, kStages>*>(mla_shared);
   if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
-  wait_for_kernel_before();
   let_kernel_behind_start();
   const int warp = threadIdx.x / 32;
+  if (warp == kScorers + kWeighers) return Fetcher<S, kStages>(problem, shared).run();  // which waits later
+  wait_for_kernel_before();
   if (warp < kScorers) consume<Scorer, S, kStages>(problem, shared);
-  else if (warp < kScorers + kWeighers) consume<Weigher, S, kStages>(problem, shared);
-  else Fetcher<S, kStages>(problem, shared).run();
+  else consume<Weigher, S, kStages>(problem, shared);
 }
 
 }  // namespace kdtp::mla

@@ -94,6 +94,7 @@ template <typename T, int kShare>
 __global__ void __launch_bounds__(kSimtThreads) simt_kernel(const __grid_constant__ SimtProblem<T> p) {
   __shared__ SimtShared shared;
   constexpr int kHeadsPerWarp = kSimtHeads / kSimtWarps;
+  follow_kernel_before();
   const int warp = threadIdx.x / 32;
   const int first_head = blockIdx.y * kSimtHeads, heads = min(kSimtHeads, p.batch.heads - first_head);
   const int64_t place = static_cast<int64_t>(blockIdx.x) * p.batch.heads + first_head;

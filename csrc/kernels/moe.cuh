@@ -15,6 +15,7 @@ struct Moe {
   const int* ids;        // [rows, topk]
   const float* weights;  // [rows, topk]
   const void *w_gate_up, *w_down, *s_gate_up, *s_down;
+  const void* add;  // [rows, hidden] T, or null
   void* out;     // [rows, hidden] T
   int* count;    // [1]: items
   int* items;    // [items_most, kItemHead + tile]
@@ -44,7 +45,7 @@ __device__ __forceinline__ int sum_before(int mine) {
 // Items of all experts that are hit, experts and pairs ascending: a counting sort by one block of 1024 threads.
 __global__ void __launch_bounds__(1024, 1) moe_assign_kernel(const Moe p) {
   __shared__ int taken[kMoeExpertsMost], first[kMoeExpertsMost];  // pairs of each expert so far; its first item
-  let_kernel_behind_start();
+  follow_kernel_before();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int pairs = p.rows * p.topk, stride = kItemHead + p.tile;
   taken[thread] = 0;
@@ -93,6 +94,7 @@ template <typename T> __global__ void __launch_bounds__(kSumThreads) moe_sum_ker
   __shared__ float weights[kMoeTopkMost];
   __shared__ bool valid[kMoeTopkMost];
   const int row = blockIdx.y, column = blockIdx.x * kSumThreads + threadIdx.x;
+  let_kernel_behind_start();
   if (threadIdx.x < kMoeTopkMost) {  // ids and weights are older than the kernel before
     const int pair = row * p.topk + threadIdx.x;
     const bool is = threadIdx.x < p.topk && static_cast<unsigned>(p.ids[pair]) < p.experts;
@@ -114,7 +116,9 @@ template <typename T> __global__ void __launch_bounds__(kSumThreads) moe_sum_ker
 #pragma unroll
     for (int i = 0; i < kSumAhead; ++i) sum = fmaf(weights[start + i], value[i], sum);
   }
-  static_cast<T*>(p.out)[static_cast<int64_t>(row) * p.hidden + column] = from_float<T>(sum);
+  const int64_t at = static_cast<int64_t>(row) * p.hidden + column;
+  if (p.add != nullptr) sum += to_float(static_cast<const T*>(p.add)[at]);
+  static_cast<T*>(p.out)[at] = from_float<T>(sum);
 }
 static_assert(kMoeTopkMost % kSumAhead == 0, "the last turn stays in bounds");
 

@@ -12,6 +12,7 @@ __device__ __forceinline__ const int* plain_item(const Moe& p, int index) {
 
 // inner = silu(gate) * up for two columns of an item. Grid: pairs of columns, items.
 template <typename T> __global__ void __launch_bounds__(kDotThreadsMost, 2) moe_gate_up_plain_kernel(const Moe p) {
+  wait_for_kernel_before();
   const int* item = plain_item(p, blockIdx.y);
   if (item == nullptr) return;
   const int column = blockIdx.x * 2, count = item[1];
@@ -34,6 +35,7 @@ template <typename T> __global__ void __launch_bounds__(kDotThreadsMost, 2) moe_
 
 // parts = inner * w_down for four columns of an item. Grid: fours of columns, items.
 template <typename T> __global__ void __launch_bounds__(kDotThreadsMost, 2) moe_down_plain_kernel(const Moe p) {
+  wait_for_kernel_before();
   const int* item = plain_item(p, blockIdx.y);
   if (item == nullptr) return;
   const int column = blockIdx.x * kDotOuts, count = item[1];

@@ -7,6 +7,7 @@
 // are the lower and upper half of register j, which is of output g + 8 * (j % 2) and of inputs
 // 32 b + 8 t + 4 s + 2 * (j / 2) and the next.
 #pragma once
+#include "../common/launch.cuh"
 #include "../common/kdtp.cuh"
 
 namespace kdtp {
@@ -16,9 +17,9 @@ constexpr int kInt4Outs = 16, kInt4Ins = 64;  // a tile of 32 lanes * 16 bytes
 // packed [experts, out, in / 8] -> packed_out [experts, out / 16, in / 64, 32 lanes]; a thread makes one lane's part.
 // scales [experts, out, in / 32] -> scales_out [experts, out / 16, in / 64, 8]: outputs g and g + 8 in the first block,
 // then in the second.
-__global__ void __launch_bounds__(256) moe_repack_kernel(const uint32_t* __restrict__ packed,
-                                                        const uint16_t* __restrict__ scales, uint4* packed_out,
+__global__ void __launch_bounds__(256) moe_repack_kernel(const uint32_t* packed, const uint16_t* scales, uint4* packed_out,
                                                         ushort4* scales_out, int64_t tiles, int out, int in) {
+  follow_kernel_before();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, tile = at / 32;
   if (tile >= tiles) return;
   const int lane = at % 32, g = lane / 4, t = lane % 4, steps = in / kInt4Ins, step = tile % steps;

@@ -1,6 +1,7 @@
 // RMS norm, with or without the residual sum before it: one block per row, which stays in registers between the sum of
 // squares and the division.
 #pragma once
+#include "../common/launch.cuh"
 #include "../common/kdtp.cuh"
 #include "../common/pack.cuh"
 
@@ -48,18 +49,26 @@ __device__ __forceinline__ float row_sum(float x, float* scratch) {
 
 template <typename T, int kPacks, bool kWide>
 __global__ void __launch_bounds__(kNormThreadsMost)
-    rms_norm_kernel(const T* __restrict__ x, T* residual, const float* __restrict__ weight, T* __restrict__ out, int width,
+    rms_norm_kernel(const T* x, int64_t x_stride, T* residual, const float* __restrict__ weight, T* out, int width,
                     float eps) {
   constexpr int kPack = kNormPack<T>;
   __shared__ float scratch[kNormThreadsMost / 32];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * width;
-  float held[kPacks][kPack];
+  x += blockIdx.x * x_stride;
+  float held[kPacks][kPack], ahead[kPack];  // ahead: weights of the first pack, fetched early
+  let_kernel_behind_start();
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    const int column = threadIdx.x * kPack + j;
+    ahead[j] = column < width ? weight[column] : 0.0f;
+  }
+  wait_for_kernel_before();
   float square = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     const int column = (threadIdx.x + i * blockDim.x) * kPack;
     if (column >= width) break;
-    Pack<T, kPack> pack = load_pack<T, kWide>(x + row + column, width - column);
+    Pack<T, kPack> pack = load_pack<T, kWide>(x + column, width - column);
     if (residual != nullptr) {
       const Pack<T, kPack> before = load_pack<T, kWide>(residual + row + column, width - column);
       // Rounded to T before it is normed: the next layer adds to exactly this.
@@ -73,15 +82,17 @@ __global__ void __launch_bounds__(kNormThreadsMost)
       square += held[i][j] * held[i][j];
     }
   }
-  const float root = sqrtf(row_sum(square, scratch) / width + eps);
+  const float factor = 1.0f / sqrtf(row_sum(square, scratch) / width + eps);
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     const int column = (threadIdx.x + i * blockDim.x) * kPack;
     if (column >= width) break;
     Pack<T, kPack> pack;
 #pragma unroll
-    for (int j = 0; j < kPack; ++j)
-      pack.at[j] = from_float<T>(column + j < width ? held[i][j] / root * weight[column + j] : 0.0f);
+    for (int j = 0; j < kPack; ++j) {
+      const float scale = i == 0 ? ahead[j] : column + j < width ? weight[column + j] : 0.0f;
+      pack.at[j] = from_float<T>(held[i][j] * factor * scale);
+    }
     store_pack<T, kWide>(out + row + column, pack, width - column);
   }
 }

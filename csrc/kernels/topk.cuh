@@ -3,6 +3,7 @@
 #pragma once
 #include <cooperative_groups.h>
 
+#include "../common/launch.cuh"
 #include "../common/kdtp.cuh"
 #include "../common/order.cuh"
 
@@ -32,10 +33,11 @@ __device__ __forceinline__ float4 load_quad(const Rows& rows, const float* row, 
 }
 
 __global__ void __launch_bounds__(kArgmaxThreads)
-    argmax_kernel(const Rows rows, int64_t vocab_start, float* __restrict__ values, int64_t* __restrict__ ids) {
+    argmax_kernel(const Rows rows, int64_t vocab_start, float* values, int64_t* ids) {
   constexpr int kStep = 4 * kArgmaxThreads * kRowBlocks;
   __shared__ uint64_t warp_best[kArgmaxThreads / 32];
   __shared__ uint64_t block_best;
+  follow_kernel_before();
   const auto cluster = cooperative_groups::this_cluster();
   const int64_t r = blockIdx.x / kRowBlocks;
   const int block = cluster.block_rank(), lane = threadIdx.x % 32;
@@ -165,10 +167,11 @@ __device__ __forceinline__ void merge(TopkShared& s, int k, float* lp, int64_t* 
 // A thread holds kQuads * 4 logits. Dynamic shared memory: the candidates, k * 2 * kQuads * 4 keys.
 template <int kQuads>
 __global__ void __launch_bounds__(kTopkThreads)
-    topk_kernel(const Rows rows, int k, float* __restrict__ lp, int64_t* __restrict__ ids) {
+    topk_kernel(const Rows rows, int k, float* lp, int64_t* ids) {
   constexpr int kElements = 4 * kQuads, kStep = 4 * kTopkThreads * kRowBlocks;
   extern __shared__ uint64_t candidates[];
   __shared__ TopkShared s;
+  follow_kernel_before();
   const int64_t r = blockIdx.x / kRowBlocks;
   const int block = cooperative_groups::this_cluster().block_rank();
   const int start = 4 * (block * kTopkThreads + threadIdx.x);

@@ -4,11 +4,13 @@ namespace {
 
 constexpr int kWidthMost = 1 << 20;
 
-template <typename T, int kWide> void launch(const KdtpSiluMulArgs* a) {
+template <typename T, int kWide> int run(const KdtpSiluMulArgs* a) {
   const int block = kdtp::kActThreads * kWide;
-  const dim3 grid(a->rows, (a->width + block - 1) / block);
-  kdtp::silu_mul_kernel<T, kWide><<<grid, kdtp::kActThreads, 0, kdtp::stream_of(a->stream)>>>(
-      static_cast<const T*>(a->x), static_cast<T*>(a->out), a->width);
+  kdtp::Launch how;
+  how.grid = dim3(a->rows, (a->width + block - 1) / block);
+  how.block = dim3(kdtp::kActThreads);
+  return kdtp::launch(kdtp::silu_mul_kernel<T, kWide>, how, a->stream, static_cast<const T*>(a->x),
+                      static_cast<T*>(a->out), (int)a->width);
 }
 
 }  // namespace
@@ -19,8 +21,7 @@ extern "C" int kdtp_silu_mul(const KdtpSiluMulArgs* a) {
             kWidthMost);
   KDTP_DISPATCH("silu_mul", a->dtype, {
     if (a->rows == 0) return 0;
-    if (kdtp::in_sixteens(a->width * sizeof(T), a->x, a->out)) launch<T, 16 / sizeof(T)>(a);
-    else launch<T, 1>(a);
+    const bool wide = kdtp::in_sixteens(a->width * sizeof(T), a->x, a->out);
+    return wide ? run<T, 16 / sizeof(T)>(a) : run<T, 1>(a);
   })
-  return kdtp::launched();
 }

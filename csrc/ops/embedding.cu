@@ -4,12 +4,13 @@ namespace {
 
 constexpr int kWidthMost = 1 << 20;
 
-template <typename Word> void launch(const KdtpEmbeddingArgs* a, int64_t row_bytes) {
+template <typename Word> int run(const KdtpEmbeddingArgs* a, int64_t row_bytes) {
   const int words = row_bytes / sizeof(Word);
-  const dim3 grid(a->rows, (words + kdtp::kEmbeddingThreads - 1) / kdtp::kEmbeddingThreads);
-  kdtp::embedding_kernel<Word><<<grid, kdtp::kEmbeddingThreads, 0, kdtp::stream_of(a->stream)>>>(
-      static_cast<const int64_t*>(a->ids), static_cast<const Word*>(a->weight), static_cast<Word*>(a->out), a->vocab,
-      words, a->first);
+  kdtp::Launch how;
+  how.grid = dim3(a->rows, (words + kdtp::kEmbeddingThreads - 1) / kdtp::kEmbeddingThreads);
+  how.block = dim3(kdtp::kEmbeddingThreads);
+  return kdtp::launch(kdtp::embedding_kernel<Word>, how, a->stream, static_cast<const int64_t*>(a->ids),
+                      static_cast<const Word*>(a->weight), static_cast<Word*>(a->out), a->vocab, words, a->first);
 }
 
 }  // namespace
@@ -23,8 +24,6 @@ extern "C" int kdtp_embedding(const KdtpEmbeddingArgs* a) {
   KDTP_DISPATCH("embedding", a->dtype, {
     if (a->rows == 0) return 0;
     const int64_t row_bytes = a->width * sizeof(T);
-    if (kdtp::in_sixteens(row_bytes, a->weight, a->out)) launch<uint4>(a, row_bytes);
-    else launch<T>(a, row_bytes);
+    return kdtp::in_sixteens(row_bytes, a->weight, a->out) ? run<uint4>(a, row_bytes) : run<T>(a, row_bytes);
   })
-  return kdtp::launched();
 }

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "../kernels/linear_mma.cuh"
 
 namespace {
@@ -16,38 +18,70 @@ int run_plain(const Linear& p, int64_t dtype, void* stream) {
   return kdtp::launch(kdtp::linear_kernel<__nv_bfloat16>, how, stream, p);
 }
 
-template <int kTiles, int kOutWarps> int run_tile(const Linear& p, int splits, void* stream) {
+// All of the rows at once if they fit into memory that lets two blocks, and the next kernel's, share a multiprocessor.
+kdtp::Chunks chunks_of(int rows, int parts, int ahead, int blocks) {
+  constexpr int kRoom = 76 * 1024;
+  static_assert(kRoom <= kdtp::kSharedMost, "a portable kernel");
+  const auto chunks = [&](int each, int buffers) {
+    // No bank conflicts: an odd number of half lines, as eight lanes read 64 bytes of two rows.
+    return kdtp::Chunks{each, rows, (parts * each * 4 + 3) / 8 * 8 + 4, buffers};
+  };
+  const auto fits = [&](const kdtp::Chunks& c) { return rows * c.stride * c.buffers * 16 <= kRoom; };
+  if (const auto all = chunks(blocks, 1); fits(all)) return all;
+  int each = ahead;
+  while (each + ahead < blocks && fits(chunks(each + ahead, 2))) each += ahead;
+  return chunks(each, 2);
+}
+
+template <int kTiles, int kOutWarps> int run_tile(const Linear& p, int parts, void* stream) {
   using Tile = kdtp::LinearTile<kTiles, kOutWarps>;
   kdtp::Launch how;
   const int out_tiles = (p.out + Tile::kOuts - 1) / Tile::kOuts;
-  how.grid = dim3(splits, (p.rows + Tile::kRows - 1) / Tile::kRows, out_tiles * p.heads);
+  how.cluster = parts / Tile::kParts;
+  how.grid = dim3(how.cluster, (p.rows + Tile::kRows - 1) / Tile::kRows, out_tiles * p.heads);
   how.block = dim3(kdtp::kLinearThreads);
-  how.shared = Tile::kShared;
-  how.cluster = splits;
-  return kdtp::launch(kdtp::linear_mma_kernel<kTiles, kOutWarps>, how, stream, p);
+  const int rows = kTiles == 1 ? p.rows : Tile::kRows;
+  const auto chunks = chunks_of(rows, Tile::kParts, Tile::kAhead, (p.in / kdtp::kBlock + parts - 1) / parts);
+  how.shared = std::max(rows * chunks.stride * chunks.buffers * 16, Tile::kSumBytes);
+  return kdtp::launch(kdtp::linear_mma_kernel<kTiles, kOutWarps>, how, stream, p, chunks);
 }
 
-// The inputs are split until the blocks fill the GPU: 132 SMs (H200), two blocks each. By the matrix alone, so that the
-// order of a sum is the same on every GPU and for any number of rows.
-int splits_of(const Linear& p, int tiles, int parts) {
-  int splits = 1;
-  while (splits < 8 && 2 * splits * tiles <= 264 && 2 * splits * parts * kdtp::kBlock <= p.in) splits *= 2;
-  return splits;
+// Tiles of up to 8 * kTilesMost rows.
+template <int kOutWarps, int kTilesMost> int run_rows(const Linear& p, int parts, void* stream) {
+  if (p.rows <= 8) return run_tile<1, kOutWarps>(p, parts, stream);
+  if (p.rows <= 16) return run_tile<2, kOutWarps>(p, parts, stream);
+  if (p.rows <= 32 || kTilesMost == 4) return run_tile<4, kOutWarps>(p, parts, stream);
+  return run_tile<kTilesMost, kOutWarps>(p, parts, stream);
 }
 
-int run_tensor_cores(const Linear& p, void* stream) {
-  const int wide = (p.out + 127) / 128 * p.heads, narrow = (p.out + 31) / 32 * p.heads;
-  if (wide >= 16) {
-    const int splits = splits_of(p, wide, 1);
-    if (p.rows <= 8) return run_tile<1, 8>(p, splits, stream);
-    if (p.rows <= 16) return run_tile<2, 8>(p, splits, stream);
-    if (p.rows <= 32) return run_tile<4, 8>(p, splits, stream);
-    return run_tile<8, 8>(p, splits, stream);
+// Parts of the inputs: so many that one warp for each part of 16 outputs fills 132 SMs (H200) with 8 warps each, or
+// fills them several times with little to spare. By the matrix alone: the order of a sum is the same on every GPU and
+// for any number of rows.
+int parts_of(const Linear& p) {
+  constexpr int kWarps = 132 * kdtp::kLinearWarps;
+  const int tiles = (p.out + 15) / 16 * p.heads, blocks = p.in / kdtp::kBlock;
+  int best = 1;
+  double best_share = 0.0;
+  for (int parts = 1; parts <= 32 && parts <= blocks; parts *= 2) {
+    const int warps = tiles * parts;
+    if (parts > 8 && (warps > kWarps || 4 * parts > blocks)) break;
+    const double share = static_cast<double>(warps) / ((warps + kWarps - 1) / kWarps * kWarps);
+    if (share > 1.02 * best_share) best = parts, best_share = share;
   }
-  const int splits = splits_of(p, narrow, 4);
-  if (p.rows <= 8) return run_tile<1, 2>(p, splits, stream);
-  if (p.rows <= 16) return run_tile<2, 2>(p, splits, stream);
-  return run_tile<4, 2>(p, splits, stream);
+  return best;
+}
+
+// Few rows, or short ones: all parts in one block, which has nobody to wait for. Many: wider tiles of outputs, so that
+// rows are read by fewer blocks.
+int run_tensor_cores(const Linear& p, void* stream) {
+  const int parts = parts_of(p);
+  const bool little = p.rows <= 8 || p.in <= 512;
+  const bool four = parts >= 16 || (parts == 8 && p.rows <= 32);
+  const int here = little ? std::min(parts, 8) : four ? 4 : parts == 8 || parts == 2 ? 2 : 1;
+  if (here == 8) return run_rows<1, 4>(p, parts, stream);
+  if (here == 4) return run_rows<2, 4>(p, parts, stream);
+  if (here == 2) return run_rows<4, 8>(p, parts, stream);
+  return run_rows<8, 8>(p, parts, stream);
 }
 
 int run(const char* op, const Linear& p, int64_t dtype, void* stream) {

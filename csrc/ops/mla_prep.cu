@@ -4,13 +4,17 @@ namespace {
 
 constexpr int kWidthMost = 1 << 14;
 
-template <typename T> void launch(const KdtpMlaPrepArgs* a) {
+template <typename T> int run(const KdtpMlaPrepArgs* a) {
   const kdtp::PrepShape shape = {(int)a->heads, (int)a->nope,  (int)a->rope, (int)a->lora,
                                  a->q_stride,   a->kv_stride, (float)a->eps};
-  kdtp::mla_prep_kernel<T><<<dim3(a->rows, 2), kdtp::kPrepThreads, 0, kdtp::stream_of(a->stream)>>>(
-      static_cast<const T*>(a->q), static_cast<const T*>(a->kv_new), static_cast<const float*>(a->weight),
-      static_cast<const float*>(a->cos), static_cast<const float*>(a->sin), static_cast<const int64_t*>(a->kv_rows),
-      static_cast<T*>(a->absorbed), static_cast<T*>(a->kv), shape);
+  kdtp::Launch how;
+  how.grid = dim3(a->rows, 2);
+  how.block = dim3(kdtp::kPrepThreads);
+  return kdtp::launch(kdtp::mla_prep_kernel<T>, how, a->stream, static_cast<const T*>(a->q),
+                      static_cast<const T*>(a->kv_new), static_cast<const float*>(a->weight),
+                      static_cast<const float*>(a->cos), static_cast<const float*>(a->sin),
+                      static_cast<const int64_t*>(a->kv_rows), static_cast<T*>(a->absorbed), static_cast<T*>(a->kv),
+                      shape);
 }
 
 }  // namespace
@@ -27,8 +31,6 @@ extern "C" int kdtp_mla_prep(const KdtpMlaPrepArgs* a) {
   KDTP_WANT(a->kv_stride >= a->lora + a->rope, "mla_prep: kv_stride %lld: must be at least %lld",
             (long long)a->kv_stride, (long long)(a->lora + a->rope));
   KDTP_DISPATCH("mla_prep", a->dtype, {
-    if (a->rows == 0) return 0;
-    launch<T>(a);
+    return a->rows == 0 ? 0 : run<T>(a);
   })
-  return kdtp::launched();
 }

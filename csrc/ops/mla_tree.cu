@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include "../kernels/mla_tree_mma.cuh"
 #include "../kernels/mla_tree_simt.cuh"
@@ -50,7 +51,7 @@ Batch batch_of(const KdtpMlaTreeArgs* a) {
   b.heads = a->heads;
   b.max_depth = a->max_depth;
   b.max_pages = a->max_pages;
-  b.splits = {static_cast<int>(a->split)};
+  b.splits = {static_cast<int>(std::log2(a->split))};
   b.folded = a->rows * ((a->heads + 7) / 8) >= kFoldedFrom;
   return b;
 }
@@ -58,7 +59,7 @@ Batch batch_of(const KdtpMlaTreeArgs* a) {
 // States per row and head. Folded: that of all shared splits, then those of the splits that a path of max_depth rows
 // can touch. Else one for each split up to the highest position there can be.
 int64_t slots_of(const Batch& b, const KdtpMlaTreeArgs* a) {
-  if (b.folded) return 1 + 2 + a->max_depth / b.splits.shortest();
+  if (b.folded) return 1 + 2 + (a->max_depth >> b.splits.size(0));
   return b.splits.of(a->max_start + a->rows) + 1;
 }
 
@@ -97,7 +98,6 @@ template <class S, int kStages> int attend(const KdtpMlaTreeArgs* a) {
   how.grid = dim3(std::min(items_of(p, a), attribute(cudaDevAttrMultiProcessorCount)));
   how.block = dim3(kThreads);
   how.shared = sizeof(Shared<S, kStages>);
-  how.overlap = true;
   return kdtp::launch(attend_kernel<S, kStages>, how, a->stream, p);
 }
 
@@ -108,7 +108,6 @@ int merge(const KdtpMlaTreeArgs* a) {
   how.grid = dim3(a->rows * a->heads, (a->lora + kMergeThreads - 1) / kMergeThreads);
   how.block = dim3(kMergeThreads);
   how.shared = slots * sizeof(float4);
-  how.overlap = true;
   return kdtp::launch(merge_kernel<__nv_bfloat16>, how, a->stream, b, States(a->workspace, slots, a->rows, a->heads),
                       static_cast<__nv_bfloat16*>(a->out), static_cast<int>(a->lora));
 }
@@ -136,12 +135,12 @@ template <typename T> int simt(const KdtpMlaTreeArgs* a) {
   p.lora = a->lora;
   p.width = a->lora + a->rope;
   p.scale = static_cast<float>(a->scale * 1.4426950408889634);
-  const dim3 grid(a->rows, (a->heads + kSimtHeads - 1) / kSimtHeads);
-  const cudaStream_t stream = kdtp::stream_of(a->stream);
-  if (a->lora <= kSimtThreads) simt_kernel<T, 1><<<grid, kSimtThreads, 0, stream>>>(p);
-  else if (a->lora <= 4 * kSimtThreads) simt_kernel<T, 4><<<grid, kSimtThreads, 0, stream>>>(p);
-  else simt_kernel<T, 8><<<grid, kSimtThreads, 0, stream>>>(p);
-  return kdtp::launched();
+  kdtp::Launch how;
+  how.grid = dim3(a->rows, (a->heads + kSimtHeads - 1) / kSimtHeads);
+  how.block = dim3(kSimtThreads);
+  if (a->lora <= kSimtThreads) return kdtp::launch(simt_kernel<T, 1>, how, a->stream, p);
+  if (a->lora <= 4 * kSimtThreads) return kdtp::launch(simt_kernel<T, 4>, how, a->stream, p);
+  return kdtp::launch(simt_kernel<T, 8>, how, a->stream, p);
 }
 
 }  // namespace

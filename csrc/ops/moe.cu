@@ -26,7 +26,7 @@ int tile_of(const KdtpMoeArgs* a) { return on_tensor_cores(a) && a->rows * a->to
 Moe view(const KdtpMoeArgs* a, int64_t* end) {
   Moe p = {};
   p.x = a->x, p.ids = static_cast<const int*>(a->ids), p.weights = static_cast<const float*>(a->weights);
-  p.w_gate_up = a->w_gate_up, p.w_down = a->w_down, p.s_gate_up = a->s_gate_up, p.s_down = a->s_down, p.out = a->out;
+  p.w_gate_up = a->w_gate_up, p.w_down = a->w_down, p.s_gate_up = a->s_gate_up, p.s_down = a->s_down, p.add = a->add, p.out = a->out;
   p.rows = a->rows, p.hidden = a->hidden, p.inter = a->inter, p.experts = a->experts, p.topk = a->topk;
   p.tile = tile_of(a);
   const int64_t pairs = a->rows * a->topk;
@@ -111,7 +111,6 @@ template <class Weights, int kTiles> int run_tiles(const Moe& p, void* stream) {
   down.grid = dim3(blocks_for((items * (p.hidden / 32) + kdtp::kMoeWarps - 1) / kdtp::kMoeWarps));
   gate_up.block = down.block = dim3(kdtp::kMoeThreads);
   gate_up.shared = kdtp::gate_up_shared<kTiles>();
-  gate_up.overlap = down.overlap = true;
   if (const int code = kdtp::launch(kdtp::moe_gate_up_kernel<Weights, kTiles>, gate_up, stream, p)) return code;
   return kdtp::launch(kdtp::moe_down_kernel<Weights, kTiles>, down, stream, p);
 }
@@ -124,7 +123,6 @@ template <typename T> int run_sum(const Moe& p, void* stream) {
   Launch how;
   how.grid = dim3((p.hidden + kdtp::kSumThreads - 1) / kdtp::kSumThreads, p.rows);
   how.block = dim3(kdtp::kSumThreads);
-  how.overlap = true;
   return kdtp::launch(kdtp::moe_sum_kernel<T>, how, stream, p);
 }
 

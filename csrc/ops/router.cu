@@ -4,6 +4,18 @@ namespace {
 
 constexpr int kExpertsMost = 1024;
 
+template <int kEach> int run(const KdtpRouterArgs* a) {
+  const kdtp::Routing routing = {(int)a->experts,    (int)a->topk, (int)a->groups,
+                                 (int)a->topk_group, a->scoring == KDTP_SIGMOID, a->norm == 1, (float)a->scale};
+  kdtp::Launch how;
+  how.grid = dim3(a->rows);
+  how.block = dim3(32);
+  how.shared = ((a->groups > 1 ? a->experts + a->groups : 0) + a->experts) * sizeof(uint32_t);
+  return kdtp::launch(kdtp::router_kernel<kEach>, how, a->stream, static_cast<const float*>(a->logits),
+                      static_cast<const float*>(a->bias), static_cast<const int64_t*>(a->kv_rows),
+                      static_cast<int*>(a->ids), static_cast<float*>(a->weights), routing);
+}
+
 int check(const KdtpRouterArgs* a) {
   KDTP_WANT(a->rows >= 0 && a->rows <= INT32_MAX, "router: rows %lld: must be 0..%d", (long long)a->rows, INT32_MAX);
   KDTP_WANT(a->experts >= 1 && a->experts <= kExpertsMost, "router: experts %lld: must be 1..%d", (long long)a->experts,
@@ -31,11 +43,9 @@ int check(const KdtpRouterArgs* a) {
 extern "C" int kdtp_router(const KdtpRouterArgs* a) {
   if (const int code = check(a)) return code;
   if (a->rows == 0) return 0;
-  const kdtp::Routing routing = {(int)a->experts,    (int)a->topk, (int)a->groups,
-                                 (int)a->topk_group, a->scoring == KDTP_SIGMOID, a->norm == 1, (float)a->scale};
-  const size_t shared = (2 * a->experts + a->groups) * sizeof(uint32_t);
-  kdtp::router_kernel<<<a->rows, 32, shared, kdtp::stream_of(a->stream)>>>(
-      static_cast<const float*>(a->logits), static_cast<const float*>(a->bias), static_cast<int*>(a->ids),
-      static_cast<float*>(a->weights), routing);
-  return kdtp::launched();
+  if (a->experts <= 64) return run<2>(a);
+  if (a->experts <= 256) return run<8>(a);
+  if (a->experts <= 384) return run<12>(a);
+  static_assert(kExpertsMost <= 32 * 32, "");
+  return run<32>(a);
 }

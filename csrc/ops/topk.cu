@@ -1,4 +1,3 @@
-#include "../common/launch.cuh"
 #include "../common/pack.cuh"
 #include "../kernels/topk.cuh"
 

@@ -64,10 +64,10 @@ def _run(op: str, fields: Fields, device: torch.device) -> None:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """As kernels.rms_norm; with `residual` [M, H], x is added to it in place first and the sum is normed."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    shape: Fields = {"rows": x.shape[0], "width": x.shape[1], "eps": eps, "dtype": _dtype("rms_norm", x)}
-    fields: Fields = {"x": x, "residual": residual, "weight": weight, "out": out} | shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    shape: Fields = {"rows": x.shape[0], "width": x.shape[1], "x_stride": x.stride(0), "dtype": _dtype("rms_norm", x)}
+    fields: Fields = {"x": x, "residual": residual, "weight": weight, "out": out, "eps": eps} | shape
     _run("rms_norm", fields, x.device)
     return out
 
@@ -118,7 +118,9 @@ def linear_heads(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = No
     return y
 
 
-def router(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+def router(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, kv_rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As kernels.router; ids are int32."""
     ids = torch.empty(logits.shape[0], routing.topk, dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(ids, dtype=torch.float32)
@@ -129,13 +131,19 @@ def router(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) ->
         "scoring": _SCORING[routing.scoring_func],
     }
     last: Fields = {"norm": int(routing.norm_topk_prob), "scale": routing.scale}
-    fields: Fields = {"logits": logits, "bias": bias, "ids": ids, "weights": weights} | shape | rule | last
+    tensors: Fields = {"logits": logits, "bias": bias, "kv_rows": kv_rows, "ids": ids, "weights": weights}
+    fields: Fields = tensors | shape | rule | last
     _run("router", fields, logits.device)
     return ids, weights
 
 
 def moe(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    add: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As kernels.moe for M = M', ids int32, experts as `stored` lays them out."""
     for w in (w_gate_up, w_down):
@@ -143,7 +151,8 @@ def moe(
     out = torch.empty_like(x)
     shape: Fields = {"rows": x.shape[0], "hidden": x.shape[1], "inter": w_down.shape[1], "experts": w_down.shape[0]}
     tensors: Fields = {"ids": ids, "weights": weights, "w_gate_up": w_gate_up, "w_down": w_down, "out": out}
-    fields: Fields = {"x": x, "topk": ids.shape[1], "format": 0, "dtype": _dtype("moe", x)} | shape | tensors
+    rest: Fields = {"add": _like("moe", add, x), "topk": ids.shape[1], "format": 0, "dtype": _dtype("moe", x)}
+    fields: Fields = {"x": x} | rest | shape | tensors
     _run("moe", fields, x.device)
     return out
 
@@ -156,6 +165,7 @@ def moe_int4(
     s_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     s_down: torch.Tensor,
+    add: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As kernels.moe for x bfloat16 [M, H], with INT4 experts as `repack` gives them, gate and up as one matrix."""
     experts, inter = w_gate_up.shape[0], w_gate_up.shape[1] // 2
@@ -164,7 +174,7 @@ def moe_int4(
     out = torch.empty_like(x)
     shape: Fields = {"rows": x.shape[0], "hidden": x.shape[1], "inter": inter, "experts": experts}
     tensors: Fields = {"w_gate_up": w_gate_up, "s_gate_up": s_gate_up, "w_down": w_down, "s_down": s_down, "out": out}
-    routing: Fields = {"ids": ids, "weights": weights, "topk": ids.shape[1]}
+    routing: Fields = {"ids": ids, "weights": weights, "topk": ids.shape[1], "add": _like("moe_int4", add, x)}
     fields: Fields = {"x": x, "format": 1, "dtype": _dtype("moe_int4", x)} | shape | tensors | routing
     _run("moe", fields, x.device)
     return out
@@ -182,6 +192,12 @@ def repack(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, to
     tensors: Fields = {"packed": packed, "scales": scales, "packed_out": packed_out, "scales_out": scales_out}
     _run("moe_repack", tensors | shape, packed.device)
     return packed_out, scales_out
+
+
+def _like(op: str, add: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    if add is not None and (add.shape, add.dtype, add.is_contiguous()) != (x.shape, x.dtype, True):
+        raise KernelError(f"{op}: add {list(add.shape)} {add.dtype}: must be {list(x.shape)} {x.dtype}, contiguous")
+    return add
 
 
 def _int4(op: str, packed: torch.Tensor, scales: torch.Tensor, *shape: int) -> None:

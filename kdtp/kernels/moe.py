@@ -13,16 +13,21 @@ from kdtp.kernels.linear import TILE
 
 
 def moe(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    add: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of each row's experts, added in the order of its ids.
+    """The weighted sum of each row's experts, added in the order of its ids, and `add` [M', H] on top.
 
     x [M', H], ids int64 [M, k], weights float32 [M, k] with M <= M' (rows of x behind the M-th are padding, and come
-    out as 0), w_gate_up [E, H, 2 * I] (gate, then up), w_down [E, I, H]; x and the experts float32 or bfloat16 alike,
+    get `add` alone), w_gate_up [E, H, 2 * I] (gate, then up), w_down [E, I, H]; x and the experts float32 or bfloat16 alike,
     the sum in float32 -> [M', H] of x's dtype. Raises as kernels.check.
     """
     if x.is_cuda:
-        return cuda.moe(x, ids, weights, w_gate_up, w_down)
+        return cuda.moe(x, ids, weights, w_gate_up, w_down, add)
     check("moe", "x", x, FLOATS, None, w_gate_up.shape[1])
     check("moe", "ids", ids, INDEX, None, None)
     check_rows("moe", ids.shape[0], x.shape[0])
@@ -36,6 +41,9 @@ def moe(
     first = total[: ids.shape[0]]
     for term in terms.unbind(1):
         first += term
+    if add is not None:
+        check("moe", "add", add, (x.dtype,), *x.shape)
+        total += add
     return total.to(x.dtype)
 
 

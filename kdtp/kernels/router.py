@@ -26,21 +26,25 @@ class Routing:
     scale: float
 
 
-def router(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+def router(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, kv_rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of each row, in ascending id, and their weights. Among equal scores the lowest id wins.
 
-    logits float32 [M, E]; bias float32 [E], only with "sigmoid": it chooses, and does not weigh
-    -> ids int64 [M, topk], weights float32 [M, topk]. Raises as kernels.check.
+    logits float32 [M, E]; bias float32 [E], only with "sigmoid": it chooses, and does not weigh; kv_rows int64 [M]: a
+    row with a negative one is padding, whose ids are -1 -> ids int64 [M, topk], weights float32 [M, topk]. Raises as kernels.check.
     Source: modeling_deepseek_v2 / v3 (MoEGate).
     """
     if logits.is_cuda:
-        return cuda.router(logits, bias, routing)
+        return cuda.router(logits, bias, routing, kv_rows)
     check("router", "logits", logits, FLOAT32, None, None)
     if bias is not None:
         check("router", "bias", bias, FLOAT32, logits.shape[1])
     scores = _scores(logits, routing.scoring_func)
     ids = _first_best(_candidates(scores, bias, routing), routing.topk).sort(-1).values
     weights = scores.gather(1, ids)
+    if kv_rows is not None:
+        ids = ids.masked_fill((kv_rows < 0).unsqueeze(1), -1)
     if routing.norm_topk_prob and (bias is not None or routing.topk > 1):
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if bias is None:  # V2 either normalises or scales

@@ -21,8 +21,8 @@ class Batch:
 
     tokens int64 [M']; cos, sin: of each row's position, as kernels.mla_prep takes them; rows int64: the cache row its
     KV is written to; keys: what each row sees; picked [R]: rows whose logits are wanted. On a CPU M' is whole tiles,
-    and rows and keys are those of the M. On a GPU they are of all M', rows -1 for padding, if there is any, and
-    `padding`, bool [M', 1], says which are.
+    and rows and keys are those of the M. On a GPU they are of all M', rows -1 for padding; `padded`:
+    whether there is any.
     """
 
     tokens: torch.Tensor
@@ -31,7 +31,7 @@ class Batch:
     rows: torch.Tensor
     keys: list[Keys] | Tables
     picked: torch.Tensor
-    padding: torch.Tensor | None = None
+    padded: bool = False
 
 
 def plan_host(seqs: Sequence[SeqRows], cache: PagedCache, cos: torch.Tensor, sin: torch.Tensor) -> Batch:
@@ -64,7 +64,7 @@ def place(buffer: torch.Tensor, shape: Shape, cos: torch.Tensor, sin: torch.Tens
         rows=made.kv_rows,
         keys=Tables(made.row_seq, made.row_depth, made.path, made.starts, made.first_row, made.pages, shape.max_start),
         picked=made.picked,
-        padding=(made.row_seq < 0).unsqueeze(1) if shape.padded else None,
+        padded=shape.padded,
     )
 
 

@@ -33,9 +33,11 @@ class Experts:
     w_gate_up: torch.Tensor
     w_down: torch.Tensor
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, add: torch.Tensor | None
+    ) -> torch.Tensor:
         """As kernels.moe."""
-        return kernels.moe(x, ids, weights, self.w_gate_up, self.w_down)
+        return kernels.moe(x, ids, weights, self.w_gate_up, self.w_down, add)
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,23 @@ class Int4Experts:
         """Of words and scales as published."""
         return cls(*cuda.repack(*gate_up), *cuda.repack(*down))
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, add: torch.Tensor | None
+    ) -> torch.Tensor:
         """As kernels.moe."""
-        return cuda.moe_int4(x, ids, weights, self.w_gate_up, self.s_gate_up, self.w_down, self.s_down)
+        return cuda.moe_int4(x, ids, weights, self.w_gate_up, self.s_gate_up, self.w_down, self.s_down, add)
+
+
+def router_matrix(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A router's w, float32 [H, E], in `dtype` where that holds the same values, as it does for published bfloat16
+    ones, and the kernels' products are summed in float32 all the same: on a GPU."""
+    narrow = w.to(dtype)
+    return narrow if w.is_cuda and torch.equal(narrow.float(), w) else w
 
 
 @dataclass(frozen=True)
 class Moe:
-    """w_router float32 [H, E], bias float32 [E] or None.
+    """w_router [H, E] as router_matrix gives it, bias float32 [E] or None.
 
     Every rank routes for itself, and alike. The shared expert is added unweighted.
     """
@@ -74,9 +85,11 @@ class Moe:
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [M', H] -> this rank's partial sum [M', H]; no expert is read for padding."""
-        logits = kernels.linear(x.float(), self.w_router)[: len(batch.rows)]
-        ids, weights = kernels.router(logits, self.bias, self.routing)
-        if batch.padding is not None:
-            ids.masked_fill_(batch.padding, -1)
-        out = self.experts(x, ids, weights)
-        return out if self.shared is None else out + self.shared(x)
+        logits = self._logits(x)[: len(batch.rows)]
+        ids, weights = kernels.router(logits, self.bias, self.routing, batch.rows if batch.padded else None)
+        return self.experts(x, ids, weights, None if self.shared is None else self.shared(x))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        if self.w_router.dtype == torch.float32:
+            return kernels.linear(x.float(), self.w_router)
+        return cuda.linear(x, self.w_router, out_f32=True)

@@ -16,7 +16,7 @@ from kdtp.model.graphs import ROWS, Graphs, bucket, usual
 from kdtp.model.indices import Shape, exact, plan_device
 from kdtp.model.layers import Mlp, Norm
 from kdtp.model.mla import Mla, Query
-from kdtp.model.moe import Experts, Int4Experts, Moe, routing
+from kdtp.model.moe import Experts, Int4Experts, Moe, router_matrix, routing
 from kdtp.model.weights.load import CPU, Progress, Weights, open_model
 from kdtp.types import PAGE_ROWS, Move, SeqRows
 
@@ -171,7 +171,8 @@ def _layer(weights: Weights, comm: Comm, i: int) -> Layer:
     def moe() -> Moe:
         bias = take("router_bias") if config.topk_method == "noaux_tc" else None
         shared = mlp("shared.") if config.n_shared_experts else None
-        return Moe(routing(config), matrix("router"), bias, experts(), shared)
+        router = router_matrix(matrix("router"), weights.dtype)
+        return Moe(routing(config), router, bias, experts(), shared)
 
     def attention() -> Mla:
         low_rank = config.q_lora_rank > 0

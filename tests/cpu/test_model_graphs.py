@@ -71,10 +71,8 @@ def assert_alike(seqs, cache, shape):
     assert made.keys.max_start >= max(seq.start for seq in seqs)
     spare = shape.rows - m
     assert made.rows[m:].tolist() == made.keys.row_seq[m:].tolist() == [-1] * spare
-    if shape.padded:
-        assert made.padding.flatten().tolist() == [False] * m + [True] * spare
-    else:
-        assert spare == 0 and made.padding is None
+    assert made.padded == shape.padded
+    assert shape.padded or spare == 0
 
 
 @FIXED
@@ -135,7 +133,7 @@ def test_views_cover_the_buffer_once(shape):
 def test_mere_padding():
     shape = padded(5, 3, 70)
     batch = place(padding(shape), shape, COS, SIN)
-    assert batch.padding.all() and (batch.rows == -1).all() and (batch.keys.row_seq == -1).all()
+    assert batch.padded and (batch.rows == -1).all() and (batch.keys.row_seq == -1).all()
     assert not batch.tokens.any() and not batch.picked.any()
 
 

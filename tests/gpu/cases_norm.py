@@ -22,10 +22,13 @@ def cases() -> Iterator[Case]:
 
 
 def _case(rng: np.random.Generator, rows: int, width: int, dtype: int, add: bool) -> Case:
-    x = typed(rng.standard_normal((rows, width)) * 3, dtype)
+    gap = 0 if add else 64  # between rows of x
+    spread = np.full((rows, width + gap), np.nan)
+    spread[:, :width] = rng.standard_normal((rows, width)) * 3
+    x = typed(spread, dtype)
     residual = typed(rng.standard_normal((rows, width)), dtype)
     weight = rng.standard_normal(width).astype(np.float32)
-    total = f32(typed(f32(x) + f32(residual), dtype)) if add else f32(x)
+    total = f32(typed(f32(x) + f32(residual), dtype)) if add else f32(x)[:, :width]
     wide = total.astype(np.float64)
     normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * weight
     atol, rtol = TOLERANCE[dtype]
@@ -33,5 +36,5 @@ def _case(rng: np.random.Generator, rows: int, width: int, dtype: int, add: bool
     if add:
         outputs["residual"] = Output(typed(total, dtype), initial=residual)
     name = f"rms_norm-{'add-' if add else ''}{rows}x{width}-{'bf16' if dtype else 'f32'}"
-    scalars = {"rows": rows, "width": width, "eps": EPS, "dtype": dtype}
+    scalars = {"rows": rows, "width": width, "x_stride": width + gap, "eps": EPS, "dtype": dtype}
     return Case(name, "rms_norm", scalars, {"x": x, "weight": weight}, outputs)

@@ -80,6 +80,9 @@ def _case(rng: np.random.Generator, kind: str, draw: Draw, rows: int, rule: Rule
     inputs = {"logits": np.array(logits, np.float32).reshape(rows, rule.experts)}
     if bias is not None:
         inputs["bias"] = bias
+    if kind == "random":  # rows without a place in the cache are padding
+        inputs["kv_rows"] = rng.integers(-1, 3, rows)
+        ids = [row if place >= 0 else [-1] * rule.topk for row, place in zip(ids, inputs["kv_rows"], strict=True)]
     outputs = {
         "ids": Output(np.array(ids, np.int32).reshape(rows, rule.topk)),
         "weights": Output(np.array(weights, np.float32).reshape(rows, rule.topk), 1e-30, 4e-6),

@@ -10,7 +10,7 @@ import pytest
 from kdtp.kernels.abi import KernelError, library
 
 LEGAL: dict[str, dict[str, int | float]] = {
-    "rms_norm": {"rows": 0, "width": 8},
+    "rms_norm": {"rows": 0, "width": 8, "x_stride": 8},
     "silu_mul": {"rows": 0, "width": 8},
     "embedding": {"rows": 0, "width": 8, "vocab": 16},
     "mla_prep": {
@@ -22,7 +22,7 @@ LEGAL: dict[str, dict[str, int | float]] = {
     "kv_move": {"layers": 2, "layer_rows": 64, "width": 8, "groups": 0},
 }  # fmt: skip
 ILLEGAL: dict[str, dict[str, tuple[int, ...]]] = {
-    "rms_norm": {"rows": (-1,), "width": (0, 16385), "dtype": (2, -1)},
+    "rms_norm": {"rows": (-1,), "width": (0, 16385), "x_stride": (7,), "dtype": (2, -1)},
     "silu_mul": {"rows": (-1, 1 << 31), "width": (0, -8, (1 << 20) + 1), "dtype": (2, -1)},
     "embedding": {"rows": (-1, 1 << 31), "width": (0, (1 << 20) + 1), "vocab": (-1, 1 << 31), "dtype": (2,)},
     "mla_prep": {

@@ -44,6 +44,8 @@ def test_silu_mul(cuda: torch.device, width: int, dtype: torch.dtype) -> None:
 def test_rms_norm(cuda: torch.device, width: int, dtype: torch.dtype) -> None:
     weight = normal(cuda, width)
     assert_rows_stand_alone(lambda x: [kernels.rms_norm(x, weight, 1e-5)], normal(cuda, 33, width, dtype=dtype))
+    x = normal(cuda, 33, 2 * width, dtype=dtype)[:, :width]  # rows with gaps
+    assert same_bits(kernels.rms_norm(x, weight, 1e-5), kernels.rms_norm(x.contiguous(), weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
