@@ -64,9 +64,4 @@ template <int kPlaces> class Ring {
   int turn_ = 0;
 };
 
-// Brings memory into the L2; `bytes` and the address are multiples of 16.
-__device__ __forceinline__ void prefetch_l2(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 }  // namespace kdtp

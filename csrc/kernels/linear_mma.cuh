@@ -11,7 +11,7 @@
 namespace kdtp {
 
 constexpr int kLinearWarps = 8, kLinearThreads = 32 * kLinearWarps;
-constexpr int kL2Blocks = 32;  // of a warp's share that may be fetched into the L2: 32 KB, 36 MB for all warps of an H200
+constexpr int kBuffersMost = 4;
 
 // kTiles: tiles of 8 rows. kOutWarps: warps side by side over outputs; the others split the inputs.
 template <int kTiles, int kOutWarps> struct LinearTile {
@@ -30,7 +30,7 @@ struct Chunks {
   int blocks;   // all there are, or a multiple of the tile's kAhead
   int rows;     // that there is room for
   int stride;   // 16-byte units of a row, those of its parts one behind the other
-  int buffers;  // 1: all at once; 2: the next ones come while these are used
+  int buffers;  // 1: all at once; more: the next ones come while these are used
 };
 
 // A part of the inputs: blocks of 32, first .. last - 1.
@@ -50,35 +50,35 @@ struct Parts {
 // multiplied, too, into sums that nobody reads.
 template <class Tile> struct Staging {
   uint4* shared;
-  Barrier* full;  // [2]
+  Barrier* full;  // [kBuffersMost]
   const __nv_bfloat16* x;
   int64_t x_row;
   int rows;
   Parts parts;
   Chunks chunks;
 
-  __device__ uint4* at(int chunk) const { return shared + chunk % 2 * chunks.rows * chunks.stride; }
+  __device__ uint4* at(int chunk) const { return shared + chunk % chunks.buffers * chunks.rows * chunks.stride; }
 
   // By one thread; the block synchronizes before the first fetch.
   __device__ void init() const {
-    barrier_init(&full[0], rows * Tile::kParts);
-    barrier_init(&full[1], rows * Tile::kParts);
+    for (int i = 0; i < chunks.buffers; ++i) barrier_init(&full[i], rows * Tile::kParts);
     barrier_init_done();
   }
 
-  // By all threads: one copies a part of a row. Nobody reads the chunk before the last one any more.
+  // By all threads: one copies a part of a row, if there is such a chunk. Nobody reads what was in its place any more.
   __device__ void fetch(int chunk) const {
     static_assert(Tile::kRows * Tile::kParts <= kLinearThreads, "a thread a copy");
     const int row = threadIdx.x / Tile::kParts, part = threadIdx.x % Tile::kParts;
-    if (row >= rows) return;
+    if (row >= rows || chunk * chunks.blocks >= parts.longest()) return;
     const Blocks all = parts[blockIdx.x * Tile::kParts + part];
     const int first = all.first + chunk * chunks.blocks, bytes = max(0, min(chunks.blocks, all.last - first)) * kBlock * 2;
-    barrier_arrive_expect(&full[chunk % 2], bytes);
+    Barrier* const barrier = &full[chunk % chunks.buffers];
+    barrier_arrive_expect(barrier, bytes);
     uint4* const to = at(chunk) + row * chunks.stride + part * chunks.blocks * 4;
-    if (bytes > 0) copy_bulk(to, x + row * x_row + first * kBlock, bytes, &full[chunk % 2]);
+    if (bytes > 0) copy_bulk(to, x + row * x_row + first * kBlock, bytes, barrier);
   }
 
-  __device__ void wait(int chunk) const { barrier_wait(&full[chunk % 2], chunk / 2 % 2); }
+  __device__ void wait(int chunk) const { barrier_wait(&full[chunk % chunks.buffers], chunk / chunks.buffers % 2); }
 };
 
 // Add up the partial sums of all parts and blocks, in the order of the inputs, and store. Each block does its share.
@@ -120,9 +120,8 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_mma_kernel(const Lin
   // Beyond the last output the last one is taken again, and thrown away.
   const int out = min(out0 + 16 * out_warp + g, p.out - 1);
   const int out_high = min(out0 + 16 * out_warp + g + 8, p.out - 1);
-  const __nv_bfloat16* const matrix =
-      static_cast<const __nv_bfloat16*>(p.w) + static_cast<int64_t>(head) * p.out * p.in + mine.first * kBlock;
-  const __nv_bfloat16* w = matrix + static_cast<int64_t>(out) * p.in + 8 * t;
+  const __nv_bfloat16* w = static_cast<const __nv_bfloat16*>(p.w) + 8 * t + mine.first * kBlock +
+                           (static_cast<int64_t>(head) * p.out + out) * p.in;
   const int to_high = (out_high - out) * p.in;
   int left = mine.last - mine.first;
 
@@ -135,12 +134,8 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_mma_kernel(const Lin
   let_kernel_behind_start();
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) fetch(i, i);
-  // While the kernel before is not done, the rest goes as far as the L2.
-  if (threadIdx.x % 32 < 16 && left > kAhead && left <= kL2Blocks)
-    prefetch_l2(matrix + static_cast<int64_t>(min(out0 + 16 * out_warp + static_cast<int>(threadIdx.x) % 32, p.out - 1)) * p.in +
-                    kAhead * kBlock,
-                (left - kAhead) * kBlock * 2);
-  __shared__ Barrier full[2];
+  // They go no further: fetched into the L2 ahead of their time, they came back slower than from memory (H200).
+  __shared__ Barrier full[kBuffersMost];
   const Staging<Tile> staging = {reinterpret_cast<uint4*>(shared), full,
                                  static_cast<const __nv_bfloat16*>(p.x) + row0 * p.x_row + head * p.x_head, p.x_row,
                                  min(Tile::kRows, p.rows - row0), parts, chunks};
@@ -148,12 +143,13 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_mma_kernel(const Lin
   __syncthreads();
   wait_for_kernel_before();
   staging.fetch(0);
+  for (int chunk = 1; chunk < chunks.buffers - 1; ++chunk) staging.fetch(chunk);
   const int row = kTiles == 1 ? min(g, p.rows - 1) : g;  // a single tile has no place for rows that are not there
   int chunk = 0;
 #pragma unroll 1
   for (int done = 0; done < most; done += chunks.blocks, ++chunk) {
     if (chunk > 0) __syncthreads();  // nobody reads the chunk before any more
-    if (done + chunks.blocks < most) staging.fetch(chunk + 1);
+    if (chunks.buffers > 1) staging.fetch(chunk + chunks.buffers - 1);
     staging.wait(chunk);
     const uint4* rows = staging.at(chunk) + row * chunks.stride + part * chunks.blocks * 4 + t;
 #pragma unroll 1

@@ -94,7 +94,6 @@ template <typename T> __global__ void __launch_bounds__(kSumThreads) moe_sum_ker
   __shared__ float weights[kMoeTopkMost];
   __shared__ bool valid[kMoeTopkMost];
   const int row = blockIdx.y, column = blockIdx.x * kSumThreads + threadIdx.x;
-  let_kernel_behind_start();
   if (threadIdx.x < kMoeTopkMost) {  // ids and weights are older than the kernel before
     const int pair = row * p.topk + threadIdx.x;
     const bool is = threadIdx.x < p.topk && static_cast<unsigned>(p.ids[pair]) < p.experts;
@@ -103,6 +102,7 @@ template <typename T> __global__ void __launch_bounds__(kSumThreads) moe_sum_ker
   }
   __syncthreads();
   wait_for_kernel_before();
+  let_kernel_behind_start();  // no earlier: its weights would come in the way of those of the kernel before
   if (column >= p.hidden) return;
   const float* part = p.parts + static_cast<int64_t>(row) * p.topk * p.hidden + column;
   float sum = 0.0f;

@@ -81,8 +81,14 @@ template <class Weights, int kTiles> struct Stream {
         for (int b = 0; b < kBlocks; ++b) {
           uint4(&now)[kTiles] = x[i % kSlots][b];
           if constexpr (kRowsAhead == 0) rows.load(now, i * kBlocks + b, true);
+          const typename Weights::Block first(held[i][0], b, count >> 31), second(held[i][1], b, count >> 31);
 #pragma unroll
-          for (int m = 0; m < 2; ++m) Weights::multiply(held[i][m], b, now, count, sum[m]);
+          for (int n = 0; n < kTiles; ++n) {
+            if (n > 0 && 8 * n >= count) break;
+            const typename Weights::Start start(now[n]);
+            first.multiply(now[n], start, sum[0][n]);
+            second.multiply(now[n], start, sum[1][n]);
+          }
           if constexpr (kRowsAhead > 0) rows.load(now, (i + kRowsAhead) * kBlocks + b, i + kRowsAhead < left);
         }
         fetch(i, i + kAhead, i + kAhead < left);

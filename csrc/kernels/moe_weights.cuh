@@ -27,33 +27,32 @@ struct DenseWeights {
 
   __device__ void advance(int steps) { w += steps * kStep; }
 
-  // sum += w x for one block of a step, in each tile of 8 rows that has any of the `count`.
-  template <int kTiles>
-  __device__ static void multiply(const Held& held, int, const uint4 (&x)[kTiles], int count, float (&sum)[kTiles][4]) {
-    const Fragments fragments(held.low, held.high, count >> 31);
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-      if (n == 0 || 8 * n < count) mma_block(sum[n], fragments, x[n]);
-  }
+  struct Start {
+    __device__ explicit Start(const uint4&) {}
+  };
+
+  // A block of 32 inputs of a step, ready for the tensor cores.
+  struct Block {
+    Fragments w;
+
+    __device__ Block(const Held& held, int, uint32_t zero) : w(held.low, held.high, zero) {}
+    __device__ void multiply(const uint4& x, const Start&, float (&sum)[4]) const { mma_block(sum, w, x); }
+  };
 };
 
-// Nibbles j and j + 4 of a word, less 8, in the halves of a[j]. Set into the low bits of the bfloat16 128, a nibble n
-// makes 128 + n; subtracting 136 is exact.
-__device__ __forceinline__ void dequantise(uint32_t word, uint32_t (&a)[4]) {
-  const __nv_bfloat162 offset = __bfloat162bfloat162(__ushort_as_bfloat16(0x4308));  // 136
+// Nibbles j and j + 4 of a word in the halves of a[j], each as the bfloat16 128 + n: a nibble n set into the low bits of
+// 128. The weight is n - 8; 136 times the sum of the inputs is taken off elsewhere (Int4Weights::Start).
+__device__ __forceinline__ void widen(uint32_t word, uint32_t (&a)[4]) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    uint32_t bits;  // (word >> 4 * j & 0x000f000f) | 0x43004300, in one instruction beside the shift
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(word >> 4 * j), "r"(0x000f000fu), "r"(0x43004300u));
-    const __nv_bfloat162 value = __hsub2(reinterpret_cast<const __nv_bfloat162&>(bits), offset);
-    a[j] = reinterpret_cast<const uint32_t&>(value);
-  }
+  for (int j = 0; j < 4; ++j)  // (word >> 4 * j & 0x000f000f) | 0x43004300, in one instruction beside the shift
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(a[j]) : "r"(word >> 4 * j), "r"(0x000f000fu), "r"(0x43004300u));
 }
 
 // INT4 with a bfloat16 scale for every 32 inputs, as moe_repack lays them out. The scale is put on the float32 sum over
-// its 32 inputs: weights stay exact.
+// its 32 inputs: weights stay exact. A kernel is bound by its instructions long before the tensor cores have enough to
+// do, so they take the offset off, too: one product more for what would be a subtraction for each two weights.
 struct Int4Weights {
-  static constexpr int kStep = kInt4Ins, kAhead = 4, kRowsAhead = 2;
+  static constexpr int kStep = kInt4Ins, kAhead = 3, kRowsAhead = 3;
   struct Held {
     uint4 w;
     uint2 scales;
@@ -73,26 +72,37 @@ struct Int4Weights {
 
   __device__ void advance(int steps) { w += steps * 32, scales += steps * 8; }
 
-  template <int kTiles>
-  __device__ static void multiply(const Held& held, int block, const uint4 (&x)[kTiles], int count,
-                                  float (&sum)[kTiles][4]) {
+  // What the sums of a block begin with: -136 times the sum of its inputs, the same for all outputs.
+  struct Start {
+    float part[4];
+
+    __device__ explicit Start(const uint4& x) {
+      const uint32_t offset[4] = {0xc308c308u, 0xc308c308u, 0xc308c308u, 0xc308c308u};
+      mma_m16n8k16_first(part, offset, x.x, x.y);
+      mma_m16n8k16(part, offset, x.z, x.w);
+    }
+  };
+
+  // A block of 32 inputs of a step, ready for the tensor cores.
+  struct Block {
     uint32_t first[4], second[4];
-    dequantise(block == 0 ? held.w.x : held.w.z, first);
-    dequantise(block == 0 ? held.w.y : held.w.w, second);
-    const uint32_t both = block == 0 ? held.scales.x : held.scales.y;
-    const float low = __uint_as_float(both << 16), high = __uint_as_float(both & 0xffff0000u);
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-      if (n == 0 || 8 * n < count) {
-        float part[4];
-        mma_m16n8k16_first(part, first, x[n].x, x[n].y);
-        mma_m16n8k16(part, second, x[n].z, x[n].w);
-        sum[n][0] = fmaf(low, part[0], sum[n][0]);
-        sum[n][1] = fmaf(low, part[1], sum[n][1]);
-        sum[n][2] = fmaf(high, part[2], sum[n][2]);
-        sum[n][3] = fmaf(high, part[3], sum[n][3]);
-      }
-  }
+    float low, high;  // scales of outputs g and g + 8
+
+    __device__ Block(const Held& held, int block, uint32_t) {
+      widen(block == 0 ? held.w.x : held.w.z, first);
+      widen(block == 0 ? held.w.y : held.w.w, second);
+      const uint32_t both = block == 0 ? held.scales.x : held.scales.y;
+      low = __uint_as_float(both << 16), high = __uint_as_float(both & 0xffff0000u);
+    }
+
+    __device__ void multiply(const uint4& x, const Start& start, float (&sum)[4]) const {
+      float part[4] = {start.part[0], start.part[1], start.part[2], start.part[3]};
+      mma_m16n8k16(part, first, x.x, x.y);
+      mma_m16n8k16(part, second, x.z, x.w);
+      sum[0] = fmaf(low, part[0], sum[0]), sum[1] = fmaf(low, part[1], sum[1]);
+      sum[2] = fmaf(high, part[2], sum[2]), sum[3] = fmaf(high, part[3], sum[3]);
+    }
+  };
 };
 
 }  // namespace kdtp

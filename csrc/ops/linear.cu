@@ -18,9 +18,10 @@ int run_plain(const Linear& p, int64_t dtype, void* stream) {
   return kdtp::launch(kdtp::linear_kernel<__nv_bfloat16>, how, stream, p);
 }
 
-// All of the rows at once if they fit into memory that lets two blocks, and the next kernel's, share a multiprocessor.
+// All of the rows at once if they fit, else as many buffers as do, so that their latency is hidden. Little memory, so that
+// two blocks, or one and the next kernel's, share a multiprocessor.
 kdtp::Chunks chunks_of(int rows, int parts, int ahead, int blocks) {
-  constexpr int kRoom = 76 * 1024;
+  constexpr int kRoom = 88 * 1024;
   static_assert(kRoom <= kdtp::kSharedMost, "a portable kernel");
   const auto chunks = [&](int each, int buffers) {
     // No bank conflicts: an odd number of half lines, as eight lanes read 64 bytes of two rows.
@@ -28,9 +29,10 @@ kdtp::Chunks chunks_of(int rows, int parts, int ahead, int blocks) {
   };
   const auto fits = [&](const kdtp::Chunks& c) { return rows * c.stride * c.buffers * 16 <= kRoom; };
   if (const auto all = chunks(blocks, 1); fits(all)) return all;
-  int each = ahead;
-  while (each + ahead < blocks && fits(chunks(each + ahead, 2))) each += ahead;
-  return chunks(each, 2);
+  int each = ahead, buffers = 2;
+  while (buffers < kdtp::kBuffersMost && fits(chunks(each, buffers + 1))) ++buffers;
+  while (each + ahead < blocks && fits(chunks(each + ahead, buffers))) each += ahead;
+  return chunks(each, buffers);
 }
 
 template <int kTiles, int kOutWarps> int run_tile(const Linear& p, int parts, void* stream) {
@@ -72,7 +74,7 @@ int parts_of(const Linear& p) {
 }
 
 // Few rows, or short ones: all parts in one block, which has nobody to wait for. Many: wider tiles of outputs, so that
-// rows are read by fewer blocks.
+// rows are read by fewer blocks. The choice was made by measuring on an H200; it moves no bit of a result.
 int run_tensor_cores(const Linear& p, void* stream) {
   const int parts = parts_of(p);
   const bool little = p.rows <= 8 || p.in <= 512;

@@ -22,9 +22,9 @@ def moe(
 ) -> torch.Tensor:
     """The weighted sum of each row's experts, added in the order of its ids, and `add` [M', H] on top.
 
-    x [M', H], ids int64 [M, k], weights float32 [M, k] with M <= M' (rows of x behind the M-th are padding, and come
-    get `add` alone), w_gate_up [E, H, 2 * I] (gate, then up), w_down [E, I, H]; x and the experts float32 or bfloat16 alike,
-    the sum in float32 -> [M', H] of x's dtype. Raises as kernels.check.
+    x [M', H], ids int64 [M, k], weights float32 [M, k] with M <= M' (rows of x behind the M-th are padding, and get
+    `add` alone, or 0), w_gate_up [E, H, 2 * I] (gate, then up), w_down [E, I, H]; x, `add` and the experts float32 or
+    bfloat16 alike, the sum in float32 -> [M', H] of x's dtype. Raises as kernels.check.
     """
     if x.is_cuda:
         return cuda.moe(x, ids, weights, w_gate_up, w_down, add)

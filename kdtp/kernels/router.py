@@ -32,7 +32,8 @@ def router(
     """The experts of each row, in ascending id, and their weights. Among equal scores the lowest id wins.
 
     logits float32 [M, E]; bias float32 [E], only with "sigmoid": it chooses, and does not weigh; kv_rows int64 [M]: a
-    row with a negative one is padding, whose ids are -1 -> ids int64 [M, topk], weights float32 [M, topk]. Raises as kernels.check.
+    row with a negative one is padding, whose ids are -1 -> ids int64 [M, topk], weights float32 [M, topk]. Raises as
+    kernels.check.
     Source: modeling_deepseek_v2 / v3 (MoEGate).
     """
     if logits.is_cuda:
