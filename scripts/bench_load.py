@@ -50,22 +50,22 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(layers: int, form: str) -> dict[str, Any]:
-    """Kimi K2's layers with a quarter of its width and fewer experts: many tensors of a few MB."""
+def config(layers: int, form: str, width: int) -> dict[str, Any]:
+    """Kimi K2's layers of another width and with fewer experts: many tensors of a few MB, at a width of 4096."""
     return {
         "model_type": "kimi_k2",
         "vocab_size": 32768,
-        "hidden_size": 4096,
+        "hidden_size": width,
         "num_hidden_layers": layers,
         "first_k_dense_replace": 1,
-        "num_attention_heads": 32,
-        "q_lora_rank": 1536,
+        "num_attention_heads": width // 128,
+        "q_lora_rank": 3 * width // 8,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
-        "intermediate_size": 8192,
-        "moe_intermediate_size": 1024,
+        "intermediate_size": 2 * width,
+        "moe_intermediate_size": width // 4,
         "n_routed_experts": 64,
         "num_experts_per_tok": 8,
         "n_shared_experts": 1,
@@ -98,19 +98,19 @@ def tensors(settings: dict[str, Any], form: str) -> Iterator[tuple[str, str, tup
                 yield name, "F32" if name.endswith("bias") else "BF16", shape
 
 
-def write(folder: Path, form: str, gb: float) -> int:
+def write(folder: Path, form: str, gb: float, width: int = 4096) -> int:
     """A checkpoint of about `gb` GB in shards of one layer's tensors; bytes written."""
     layers = 2
-    while sum(nbytes(t) for t in tensors(config(layers, form), form)) < gb * 1e9:
+    while sum(nbytes(t) for t in tensors(config(layers, form, width), form)) < gb * 1e9:
         layers += 1
-    settings = config(layers, form)
+    settings = config(layers, form, width)
     noise = np.random.default_rng(0).integers(0, 2**16, 1 << 22, np.uint16)
     noise = np.where(noise >> 7 & 0xFF >= 0x7F, 0x3C00 | noise & 0x7F, noise).astype(np.uint16)  # bfloat16 below 1
     (folder / "config.json").write_text(json.dumps(settings))
     shards: dict[str, dict[str, tuple[str, np.ndarray]]] = {}
     for name, dtype, shape in tensors(settings, form):
         layer = name.split(".")[2] if name.startswith("model.layers.") else "0"
-        shards.setdefault(f"model-{layer}.safetensors", {})[name] = dtype, fill(name, dtype, shape, noise)
+        shards.setdefault(f"model-{layer}.safetensors", {})[name] = dtype, fill(name, dtype, shape, noise, width)
         if len(shards) > 1 and layer != "0":
             flush(folder, shards, keep=f"model-{layer}.safetensors")
     flush(folder, shards)
@@ -131,13 +131,12 @@ def nbytes(tensor: tuple[str, str, tuple[int, ...]]) -> int:
     return int(np.prod(tensor[2])) * np.dtype(safetensors.LAYOUT[tensor[1]]).itemsize
 
 
-def fill(name: str, dtype: str, shape: tuple[int, ...], noise: np.ndarray) -> np.ndarray:
+def fill(name: str, dtype: str, shape: tuple[int, ...], noise: np.ndarray, width: int) -> np.ndarray:
     """Values that load: noise, but a shape where one is told, and finite scales."""
     kind = safetensors.LAYOUT[dtype]
     if name.endswith("_shape"):
-        rows = name.removesuffix("weight_shape")
-        wide = (1024, 4096)
-        return np.array(wide if "down_proj" not in rows else wide[::-1], np.int32)
+        wide = (width // 4, width)
+        return np.array(wide[::-1] if "down_proj" in name else wide, np.int32)
     if dtype == "F32":
         return np.full(shape, 0.01, np.float32)
     size = int(np.prod(shape)) * np.dtype(kind).itemsize // 2
