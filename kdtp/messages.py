@@ -140,7 +140,8 @@ class Submit(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Start a request. `request` is the client's own label, unique among its open ones.
 
     budget: tree nodes below the root, at most the engine's; priority: higher ones run first; salt: only requests of one
-    salt share pages of a prefix. None of them changes the text.
+    salt share pages of a prefix. None of them changes the text. given: what it emitted before, in an engine that ended:
+    it goes on behind that, exactly as it would have, and its first Tokens have the position len(given).
     """
 
     request: Count
@@ -151,6 +152,7 @@ class Submit(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     budget: Count | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     salt: Text = ""
+    given: tuple[Token, ...] = ()
 
 
 class Cancel(Struct, frozen=True, forbid_unknown_fields=True, tag=True):

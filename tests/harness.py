@@ -77,14 +77,15 @@ class Harness:
         params: SamplingParams | Sequence[SamplingParams],
         drafter: DrafterConfig = NONE,
         known: Mapping | None = None,
+        given: Sequence[Sequence[int]] = (),
         **settings,
     ) -> list[Done]:
-        """All prompts at once, to their ends, with logits."""
+        """All prompts at once, to their ends, with logits; given: what each has emitted before."""
         coordinator = self.coordinator(drafter, known, **settings)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        tokens = [list(text) for text in given] or [[] for _ in prompts]
         for i, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
-            coordinator.submit(Request(i, tuple(prompt), p, True, True))
-        tokens: list[list[int]] = [[] for _ in prompts]
+            coordinator.submit(Request(i, tuple(prompt), p, True, True, tokens=list(tokens[i])))
         rows: list[list[bytes]] = [[] for _ in prompts]
         logprobs: list[list[Logprob]] = [[] for _ in prompts]
         scored: list[list[Logprob]] = [[] for _ in prompts]

@@ -12,10 +12,10 @@ from kdtp.cli.check import check
 from kdtp.cli.flags import add_engine_flags, add_sampling_flags, engine_config, sampling, token_ids
 from kdtp.cli.screen import Screen, report
 from kdtp.engine.api import Completion, Engine, describe
+from kdtp.engine.limits import check_request
 from kdtp.engine.plan import Golden, Plan, plan
 from kdtp.engine.request import Request
 from kdtp.engine.rpc import EngineDead
-from kdtp.engine.scheduler import check_request
 from kdtp.messages import Tokens
 from kdtp.text import template
 from kdtp.text.files import TextError

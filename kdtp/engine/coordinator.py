@@ -61,6 +61,8 @@ class Coordinator:
                 raise ValueError("grammar: this engine has none")
             request.grammar = self._compile(request.params.grammar)
         self.scheduler.submit(request)
+        if request.grammar is not None:
+            request.follow(request.tokens)
         self.counters["requests"] += 1
 
     def cancel(self, request_id: int) -> Event | None:

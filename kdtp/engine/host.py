@@ -144,6 +144,7 @@ class Host:
             budget=message.budget,
             priority=message.priority,
             salt=message.salt,
+            tokens=list(message.given),
         )
         try:
             self._coordinator.submit(request)

@@ -137,11 +137,14 @@ class Client:
         budget: int | None = None,
         priority: int = 0,
         salt: str = "",
+        given: Sequence[int] = (),
     ) -> int:
         """Start a request, as of Submit; its label."""
         self._labels += 1
         self._events[self._labels] = deque()
-        self._send(Submit(self._labels, tuple(prompt), params, speculate, want_logits, budget, priority, salt))
+        self._send(
+            Submit(self._labels, tuple(prompt), params, speculate, want_logits, budget, priority, salt, tuple(given))
+        )
         return self._labels
 
     def cancel(self, request: int) -> None:

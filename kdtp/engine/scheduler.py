@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kdtp.config import EngineConfig, ModelConfig
+from kdtp.engine.limits import check_request, longest
 from kdtp.engine.pages import Content, PagePool, pages_for
 from kdtp.engine.request import Request
 from kdtp.types import PAGE_ROWS
@@ -71,10 +72,10 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it can never run, QueueFull if too much waits."""
-        check_request(request, self.config, self.model)
-        self._check_queue(request)
         ends = () if request.params.ignore_eos else self.model.eos_token_ids
         request.stops = frozenset(request.params.stop_tokens).union(ends)
+        check_request(request, self.config, self.model)
+        self._check_queue(request)
         request.rule = request.params.rule(len(request.prompt), request.stops)
         self._submitted += 1
         request.order = self._submitted
@@ -215,9 +216,9 @@ class Scheduler:
 
     def _start(self, request: Request, hits: list[int]) -> bool:
         self.pool.hold(hits)
-        more = pages_for(min(request.goal + 1, _longest(request, self.model))) - len(hits)
+        more = pages_for(min(request.goal + 1, longest(request, self.model))) - len(hits)
         # Each of those that run may need a page soon: what is admitted now should not be preempted at once.
-        soon = sum(len(r.pages) < pages_for(_longest(r, self.model)) for r in self.running)
+        soon = sum(len(r.pages) < pages_for(longest(r, self.model)) for r in self.running)
         pages = self.pool.take(more) if self.pool.free >= more + soon else None
         if pages is None:
             self.pool.give(hits)
@@ -251,36 +252,3 @@ def share(budget: int, rows: Sequence[int]) -> list[int]:
         given[i] += more
         left -= more
     return given
-
-
-def _longest(request: Request, model: ModelConfig) -> int:
-    return min(len(request.prompt) + request.params.max_tokens, model.max_position_embeddings)
-
-
-def check_request(request: Request, config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ValueError if the request can never run, naming what, the value and what is legal."""
-    if not request.prompt:
-        raise ValueError("prompt = []: must have at least one token")
-    for key, ids in _ids_of(request):
-        bad = next((i for i, token in enumerate(ids) if not 0 <= token < model.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"{key}[{bad}] = {ids[bad]}: must be in [0, {model.vocab_size})")
-    if len(request.prompt) > model.max_position_embeddings:
-        limit = model.max_position_embeddings
-        raise ValueError(f"prompt: {len(request.prompt)} tokens, but the model's context is {limit}")
-    if request.budget is not None and request.budget < 0:
-        raise ValueError(f"budget = {request.budget}: must be at least 0")
-    # At its longest, with a tree of one node: wider ones wait until there is room.
-    need, have = pages_for(_longest(request, model)), config.pages(model)
-    if need > have:
-        amounts = f"prompt of {len(request.prompt)} and max_tokens {request.params.max_tokens}"
-        raise ValueError(f"{amounts} need {need} KV pages, the cache has {have}")
-
-
-def _ids_of(request: Request) -> Iterator[tuple[str, Sequence[int]]]:
-    params = request.params
-    yield "prompt", request.prompt
-    yield "stop_tokens", params.stop_tokens
-    yield "allowed_tokens", params.allowed_tokens
-    yield "banned_tokens", params.banned_tokens
-    yield "logit_bias", tuple(params.logit_bias)

@@ -87,6 +87,10 @@ def test_the_text_matches_and_is_the_same_with_any_draft(engine, tokenizer, gram
             assert (got.tokens, got.reason, got.logprobs) == (want.tokens, want.reason, want.logprobs)
             accepted += sum(got.usage.accepted_by_depth)
     assert accepted > 20
+    half = [len(done.tokens) // 2 for done in alone]
+    given = [done.tokens[:n] for n, done in zip(half, alone, strict=True)]
+    for got, want in zip(engine.run(prompts, params, given=given), alone, strict=True):
+        assert (got.tokens, got.reason) == (want.tokens, want.reason)
 
 
 def check_text(grammar, text):

@@ -91,6 +91,40 @@ def test_no_stop_before_min_tokens(engine):
                 assert done.tokens == plain.tokens[:3] and done.reason == "stop"
 
 
+RULES = [
+    {},
+    {"temperature": 1.2, "seed": 9, "repetition_penalty": 1.2},
+    {"frequency_penalty": 1.0, "presence_penalty": 0.5, "min_tokens": 20, "stop_tokens": (3, 9, 17, 25, 33, 41)},
+]
+
+
+@pytest.mark.parametrize("fields", RULES, ids=["greedy", "sampled", "penalties"])
+def test_a_text_goes_on_behind_what_was_emitted_elsewhere(engine, fields):
+    """As after the end of another engine: at every cut, with the rules' counts, positions and noise."""
+    params = SamplingParams(max_tokens=40, logprobs=1, **fields)
+    (whole,) = engine.run([PROMPT], params)
+    cuts = [n for n in (1, 2, 7, 19, 20, 21, 38) if n < len(whole.tokens)]
+    for drafter in (DrafterConfig(), DrafterConfig("ngram", budget=12)):
+        params_of = [params] * len(cuts)
+        done = engine.run([PROMPT] * len(cuts), params_of, drafter, given=[whole.tokens[:n] for n in cuts])
+        for n, got in zip(cuts, done, strict=True):
+            assert (got.tokens, got.reason) == (whole.tokens, whole.reason)
+            assert got.logprobs == whole.logprobs[n:] and got.logits.tobytes() == whole.logits[n:].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((1,) * 5, "given: 5 tokens, which is all"),
+        ((1, 61), r"given\[1\] = 61"),
+        ((1, 8), "given: holds 8, which ends"),
+    ],
+)
+def test_what_cannot_have_been_emitted_is_refused(engine, given, words):
+    with pytest.raises(ValueError, match=words):
+        engine.run([PROMPT], SamplingParams(max_tokens=5, stop_tokens=(8,)), given=[given])
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
