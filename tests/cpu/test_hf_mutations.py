@@ -78,8 +78,8 @@ def rope_from_the_front(patch: Patch, model: HfModel) -> None:
         origins[name] = (dataclasses.replace(origin, order=order),)
 
 
-def biased_weights(right: Callable, logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> Any:
-    ids, _ = right(logits, bias, routing)
+def biased_weights(right: Callable, logits: torch.Tensor, bias: torch.Tensor, routing: Routing, *rest: Any) -> Any:
+    ids, _ = right(logits, bias, routing, *rest)
     weights = (logits.sigmoid() + bias).gather(1, ids)
     return ids, weights / weights.sum(-1, keepdim=True) * routing.scale
 
