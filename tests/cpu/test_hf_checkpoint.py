@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from kdtp.__main__ import main
 from kdtp.config import EngineConfig
 from kdtp.engine.plan import plan
+from kdtp.model import shard
 from kdtp.model.comm import Solo
 from kdtp.model.shard import Shard
-from kdtp.model.weights import safetensors
+from kdtp.model.weights import load, safetensors
 from kdtp.model.weights.hf import Checkpoint
 from kdtp.model.weights.load import Weights, open_model
 from kdtp.model.weights.safetensors import CheckpointError, File
@@ -179,9 +180,19 @@ def test_a_tensor_that_the_index_does_not_know(tmp_path):
         Checkpoint(path)
 
 
+def refused_before_anything_is_allocated(path: Path, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_: object) -> None:
+        raise AssertionError("weights or cache were allocated")
+
+    monkeypatch.setattr(load, "_empty", allocate)
+    monkeypatch.setattr(shard, "PagedCache", allocate)
+    with pytest.raises(CheckpointError, match=re.escape(complaint)):
+        Shard.load(str(path), Solo(), "float32", 1, lambda done, total: None)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(("name", "tensor"), [("fp8", f"{KV_A}_scale_inv"), ("k2_int4", f"{DOWN}_scale")])
-def test_scales_that_are_no_numbers(name, tensor, bad, tmp_path):
+def test_scales_that_are_no_numbers(name, tensor, bad, tmp_path, monkeypatch):
     def change(tensors: hf_cases.Stored) -> None:
         dtype, values = tensors[tensor]
         values = values.copy()
@@ -190,17 +201,16 @@ def test_scales_that_are_no_numbers(name, tensor, bad, tmp_path):
 
     path = changed(name, tmp_path, change)
     complaint = f"tensor '{tensor}': scales: want finite numbers, found {bad} (1 such)"
-    with pytest.raises(CheckpointError, match=re.escape(complaint)):
-        Shard.load(str(path), Solo(), "float32", 1, lambda done, total: None)
+    refused_before_anything_is_allocated(path, complaint, monkeypatch)
 
 
-def test_a_shape_that_the_file_says_otherwise(tmp_path):
+def test_a_shape_that_the_file_says_otherwise(tmp_path, monkeypatch):
     def change(tensors: hf_cases.Stored) -> None:
         tensors[f"{DOWN}_shape"] = "I64", np.array([128, 64])
 
     path = changed("k2_int4", tmp_path, change)
-    with pytest.raises(CheckpointError, match=re.escape(f"'{DOWN}_shape': values: want [64, 128], found [128, 64]")):
-        Shard.load(str(path), Solo(), "float32", 1, lambda done, total: None)
+    complaint = f"'{DOWN}_shape': values: want [64, 128], found [128, 64]"
+    refused_before_anything_is_allocated(path, complaint, monkeypatch)
 
 
 def test_what_is_skipped_is_said_once(tmp_path, capsys):

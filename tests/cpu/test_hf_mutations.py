@@ -112,7 +112,7 @@ def twos_complement(right: Callable, words: torch.Tensor, scales: torch.Tensor) 
 
 def fp8(change: Callable[[torch.Tensor], torch.Tensor]) -> Mistake:
     """The scales of blocks changed as they are read."""
-    return instead(HfModel, "_finite", lambda right, self, name, scales: change(right(self, name, scales)))
+    return instead(HfModel, "_scales", lambda right, *place: change(right(*place)))
 
 
 MISTAKES: dict[str, tuple[str, Mistake]] = {

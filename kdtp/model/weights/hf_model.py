@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ _INT4_PAIRS = np.stack([np.arange(256) % 16 - 8, np.arange(256) // 16 - 8], -1).
 
 
 class HfModel:
-    """An open model folder; errors as Checkpoint, and ValueError for scales that are no numbers, as they are read."""
+    """An open model folder; errors as Checkpoint."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._checkpoint = Checkpoint(Path(path))
@@ -44,6 +44,26 @@ class HfModel:
         """As Source."""
         groups = self._checkpoint.origins.values()
         return sum(self._checkpoint.nbytes_of(origin, rank, size) for group in groups for origin in group)
+
+    def check(self, rank: int, size: int) -> None:
+        """As Source: scales that are no numbers, INT4 matrices that are said to be of another shape."""
+        for origin in (origin for group in self._checkpoint.origins.values() for origin in group):
+            form = self._checkpoint.form(origin)
+            if form == "fp8":
+                self._check_scales(f"{origin.tensor}_scale_inv")
+            elif form == "int4":
+                _, scale, shape = self._checkpoint.parts(origin)
+                said = tuple(self._checkpoint.read(shape).tolist())
+                if said != origin.shape:
+                    self._checkpoint.complain(shape, "values", list(origin.shape), list(said))
+                self._check_scales(scale, origin.rows(rank, size), _groups(origin.columns(rank, size)))
+
+    def _check_scales(self, *place: Any) -> None:
+        scales = self._scales(*place)
+        bad = (~scales.isfinite()).nonzero().tolist()
+        if bad:
+            found = f"{scales[tuple(bad[0])].item()} ({len(bad)} such)"
+            self._checkpoint.complain(place[0], "scales", "finite numbers", found)
 
     def pieces(self, name: str, rank: int, size: int, device: torch.device) -> Iterator[Piece]:
         """As Source: an expert's matrix in one piece, large ones in several. FP8 becomes values on the device."""
@@ -89,7 +109,7 @@ class HfModel:
         name, block = f"{origin.tensor}_scale_inv", self._checkpoint.config.quantization
         assert isinstance(block, Fp8)
         of_rows = np.arange(origin.shape[0])[rows] // block.rows
-        scales = self._finite(name, self._read(name))[torch.from_numpy(of_rows)].to(bits.device)
+        scales = self._scales(name)[torch.from_numpy(of_rows)].to(bits.device)
         values = _FP8_VALUES.to(bits.device).index_select(0, bits.view(-1).int()).view(bits.shape)
         for column in range(columns.start // block.columns, -(-columns.stop // block.columns)):
             first = max(column * block.columns, columns.start) - columns.start
@@ -98,20 +118,16 @@ class HfModel:
         return values
 
     def _int4(self, origin: Origin, rows: slice | np.ndarray, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        packed, scale, shape = self._checkpoint.parts(origin)
-        said = tuple(self._checkpoint.read(shape).tolist())
-        if said != origin.shape:
-            self._checkpoint.complain(shape, "values", list(origin.shape), list(said))
+        packed, scale, _ = self._checkpoint.parts(origin)
         words = self._read(packed, rows, slice(columns.start // 8, columns.stop // 8))
-        groups = slice(columns.start // Int4.GROUP, columns.stop // Int4.GROUP)
-        return words, self._finite(scale, self._read(scale, rows, groups))
+        return words, self._scales(scale, rows, _groups(columns))
 
-    def _finite(self, name: str, scales: torch.Tensor) -> torch.Tensor:
-        bad = (~scales.isfinite()).nonzero()
-        if len(bad):
-            at = bad[0].tolist()
-            self._checkpoint.complain(name, "scales", "finite numbers", f"{scales[tuple(at)].item()} ({len(bad)} such)")
-        return scales
+    def _scales(self, name: str, rows: slice | np.ndarray = slice(None), columns: slice = slice(None)) -> torch.Tensor:
+        return self._read(name, rows, columns)
+
+
+def _groups(columns: slice) -> slice:
+    return slice(columns.start // Int4.GROUP, columns.stop // Int4.GROUP)
 
 
 def _count(rows: slice | np.ndarray) -> int:

@@ -32,6 +32,7 @@ class Weights:
             raise ValueError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
         if size not in source.legal_tp():
             raise ValueError(f"tp = {size}: {source.path} can be split over {source.legal_tp()} ranks")
+        source.check(rank, size)
         self.config = source.config
         self.rank, self.size = rank, size
         self.dtype: torch.dtype = getattr(torch, dtype)

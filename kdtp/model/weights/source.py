@@ -51,11 +51,12 @@ class Source(AbstractContextManager["Source"], Protocol):
         """Bytes of the file that this rank reads for all parameters."""
         ...
 
-    def pieces(self, name: str, rank: int, size: int, device: torch.device) -> Iterator[Piece]:
-        """What `rank` of `size` holds of a parameter, piece by piece, on the CPU or on the device it is for.
+    def check(self, rank: int, size: int) -> None:
+        """Look at those values of this rank that could make a model that runs and is wrong; ValueError if one does."""
+        ...
 
-        ValueError for values that cannot be.
-        """
+    def pieces(self, name: str, rank: int, size: int, device: torch.device) -> Iterator[Piece]:
+        """What `rank` of `size` holds of a parameter, piece by piece, on the CPU or on the device it is for."""
         ...
 
     def is_int4(self, name: str) -> bool:
