@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 _JSON = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
 
 
-class Matcher:
-    """As spec.grammar.Grammar."""
+class LlMatcher:
+    """As spec.grammar.Matcher."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -69,7 +69,7 @@ class Grammars:
         self._folder, self._vocab_size, self._ends = folder, vocab_size, tuple(ends)
         self._tokens: LLTokenizer | None = None
 
-    def compile(self, grammar: Grammar) -> Matcher:
+    def compile(self, grammar: Grammar) -> LlMatcher:
         """A grammar at its beginning."""
         try:
             import llguidance
@@ -83,7 +83,7 @@ class Grammars:
         matcher = llguidance.LLMatcher(tokens, text, log_level=0)
         if matcher.is_error():
             raise ValueError(f"grammar: {grammar.kind}: {matcher.get_error().strip()}")
-        return Matcher(matcher)
+        return LlMatcher(matcher)
 
     @staticmethod
     def _text(llguidance: Any, grammar: Grammar) -> str:

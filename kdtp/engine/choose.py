@@ -18,16 +18,13 @@ from kdtp.types import Logprob, Rule, SeqRows, depths
 
 @dataclass(frozen=True)
 class _Open:
-    """A sequence that has begun; editor: None if its rule leaves logits alone."""
+    """A sequence that has begun; editor: None if its rule leaves logits alone; plain: its tokens are the argmax of what
+    the model gives, and nothing more is wanted."""
 
     rule: Rule
     editor: Editor | None
     best: int
-
-    @property
-    def plain(self) -> bool:
-        """Whether its tokens are the argmax of what the model gives, and nothing more is wanted."""
-        return self.editor is None and self.rule.temperature == 0.0 and self.best < 0
+    plain: bool
 
 
 class Chooser:
@@ -43,7 +40,9 @@ class Chooser:
     def begin(self, begun: Iterable[Begin]) -> None:
         """Get to know sequences."""
         for new in begun:
-            self._open[new.seq] = _Open(new.rule, self._editor(new) if new.rule.edits else None, new.logprobs)
+            rule = new.rule
+            plain = not rule.edits and rule.temperature == 0.0 and new.logprobs < 0
+            self._open[new.seq] = _Open(rule, self._editor(new) if rule.edits else None, new.logprobs, plain)
 
     def _editor(self, new: Begin) -> Editor:
         return Editor(new.rule, new.prompt_length, new.prompt, new.said, self._own_ids(), self._shard.device)
@@ -61,7 +60,7 @@ class Chooser:
     def choose(self, logits: torch.Tensor, seqs: Sequence[SeqRows]) -> tuple[list[int], list[Logprob]]:
         """One id per picked row of this rank's logits [R, V/N], which are overwritten; and what is wanted of them."""
         each = [self._open[seq.seq] for seq in seqs]
-        if all(known.plain and not seq.masks for known, seq in zip(each, seqs, strict=True)):
+        if all([known.plain and not seq.masks for known, seq in zip(each, seqs, strict=True)]):  # noqa: C419 (faster)
             return self._argmax(logits).tolist(), []
         unedited = self._wanted(logits, seqs, each)
         self._edit(logits, seqs, each)

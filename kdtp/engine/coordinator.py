@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import msgspec
 
-from kdtp import types
 from kdtp.config import EngineConfig, ModelConfig
 from kdtp.draft.base import Ask, Drafter
 from kdtp.engine.fleet import Fleet
@@ -20,10 +19,10 @@ from kdtp.engine.scheduler import Scheduler, Step, Turn
 from kdtp.log import logger
 from kdtp.messages import Failed, Finished
 from kdtp.spec import accept, tree
-from kdtp.spec.grammar import Grammar, constrain
-from kdtp.types import NO_TOKEN, ROOT, Move, Proposal, SeqRows, TokenIds, Tree, depths
+from kdtp.spec.grammar import Matcher, constrain
+from kdtp.types import NO_TOKEN, ROOT, Grammar, Move, Proposal, SeqRows, TokenIds, Tree, depths
 
-Compile = Callable[[types.Grammar], Grammar]
+Compile = Callable[[Grammar], Matcher]
 
 _ALARM_ROUNDS = 200
 _MOST_LOGITS = 1 << 24  # of prompt rows that are scored at once: 64 MiB
@@ -32,15 +31,14 @@ _MOST_LOGITS = 1 << 24  # of prompt rows that are scored at once: 64 MiB
 class Coordinator:
     """Requests in, events out; between them numbered steps to the workers.
 
-    Raises EngineFault from `step` when the workers cannot go on; `fail_all` then gives each open request
-    its terminal event.
+    Raises EngineFault from `step` when the workers cannot go on; `fail_all` then gives each open request its terminal
+    event. compile_: of the grammars of requests; without it none is taken.
     """
 
     def __init__(
         self, config: EngineConfig, model: ModelConfig, fleet: Fleet, drafter: Drafter, compile_: Compile | None = None
     ) -> None:
         self.config = config
-        self._compile = compile_
         self.model = model
         self.fleet = fleet
         self.drafter = drafter
@@ -49,6 +47,7 @@ class Coordinator:
         self._most_scored = max(1, _MOST_LOGITS // model.vocab_size)
         self.scheduler = Scheduler(config, model, self.pool)
         self.counters: Counter[str] = Counter()
+        self._compile = compile_
         self._spent: dict[str, float] = {}
         self._drafting: set[int] = set()
 
@@ -56,13 +55,13 @@ class Coordinator:
 
     def submit(self, request: Request) -> None:
         """Queue a request: ValueError or QueueFull as of Scheduler.submit; ValueError for a grammar."""
+        self.scheduler.check(request)
         if request.params.grammar is not None:
             if self._compile is None:
                 raise ValueError("grammar: this engine has none")
-            request.grammar = self._compile(request.params.grammar)
-        self.scheduler.submit(request)
-        if request.grammar is not None:
+            request.matcher = self._compile(request.params.grammar)
             request.follow(request.tokens)
+        self.scheduler.submit(request)
         self.counters["requests"] += 1
 
     def cancel(self, request_id: int) -> Event | None:
@@ -153,9 +152,9 @@ class Coordinator:
         if turn.chunk:
             return self._chunk(turn)
         request, grown = turn.request, self._grow(turn, proposal)
-        if request.grammar is None:
+        if request.matcher is None:
             return self._seq_rows(request, grown.tokens, grown.parents, len(grown))
-        grown, masks = constrain(grown, request.grammar, request.stops)
+        grown, masks = constrain(grown, request.matcher, request.stops)
         return self._seq_rows(request, grown.tokens, grown.parents, len(grown), masks=masks)
 
     def _grow(self, turn: Turn, proposal: Proposal | None) -> Tree:
@@ -176,8 +175,8 @@ class Coordinator:
             first = max(request.start, request.scored)
             pick, scored = max(0, end - first), request.prompt[first + 1 : end + 1]
         masks = []
-        if request.grammar is not None and pick:
-            masks = [request.grammar.mask()] * pick  # only the last row chooses
+        if request.matcher is not None and pick:
+            masks = [request.matcher.mask()] * pick  # only the last row chooses
         tokens = request.span(request.start, end)
         return self._seq_rows(request, tokens, tuple(range(ROOT, size - 1)), pick, scored, masks)
 
@@ -221,7 +220,7 @@ class Coordinator:
         broken = broken and reason is None
         if not broken:
             self.scheduler.keep(request)
-        if request.grammar is not None:
+        if request.matcher is not None:
             request.follow(emitted)
         return Outcome(
             request, first_scored, picked, emitted, at[: len(emitted)], move, len(rows.scored), reason, broken

@@ -69,18 +69,13 @@ class Outcome(NamedTuple):
             scored = _best(self.picked.logprobs[: self.scored], params.prompt_logprobs)
             yield Event(Scored(request.id, self.first + 1, scored))
         if self.emitted:
-            known = [self.picked.logprobs[row] for row in self.at] if params.logprobs is not None else []
+            known: tuple[Logprob, ...] = ()
+            if params.logprobs is not None:
+                known = _best([self.picked.logprobs[row] for row in self.at], params.logprobs)
             raw = self._raw(logits, _BYTES * vocab_size) if request.want_logits and logits is not None else None
-            yield Event(
-                Tokens(
-                    request=request.id,
-                    position=len(request.tokens) - len(self.emitted),
-                    tokens=tuple(self.emitted),
-                    logprobs=_best(known, params.logprobs),
-                    shape=None if raw is None else (len(self.emitted), vocab_size),
-                ),
-                raw,
-            )
+            shape = None if raw is None else (len(self.emitted), vocab_size)
+            position = len(request.tokens) - len(self.emitted)
+            yield Event(Tokens(request.id, position, tuple(self.emitted), known, shape), raw)
         if self.broken:
             yield Event(Failed(request.id, "engine", self._problem()))
         elif self.reason is not None:
@@ -92,10 +87,10 @@ class Outcome(NamedTuple):
 
     def _problem(self) -> str:
         request = self.request
-        if request.grammar is not None and request.grammar.error:
-            return f"the grammar could not be followed after {len(request.tokens)} tokens: {request.grammar.error}"
+        if request.matcher is not None and request.matcher.error:
+            return f"the grammar could not be followed after {len(request.tokens)} tokens: {request.matcher.error}"
         cause = "the model's logits hold NaN"
-        if request.rule.edits or request.grammar is not None:
+        if request.rule.edits or request.matcher is not None:
             cause += ", or its rules leave none"
         return f"no token at position {request.start}, after {len(request.tokens)} tokens: {cause}"
 

@@ -26,9 +26,9 @@ class Content:
     tokens: tuple[int, ...]
 
 
-def empty_text(salt: str) -> bytes:
+def empty_text(*salts: object) -> bytes:
     """The key of a text before its first page; texts of different salts share nothing."""
-    return hashlib.sha256(b"kdtp prefix\0" + salt.encode()).digest()
+    return hashlib.sha256(repr(("kdtp prefix", *salts)).encode()).digest()
 
 
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:

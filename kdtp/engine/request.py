@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kdtp.engine.pages import empty_text, page_key
 from kdtp.messages import Begin, Usage
-from kdtp.spec.grammar import Grammar
+from kdtp.spec.grammar import Matcher
 from kdtp.types import PAGE_ROWS, Rule, SamplingParams
 
 STAGES = ("prefill", "draft", "build", "verify", "accept", "commit")
@@ -19,8 +20,8 @@ class Request:
     """One request, from submit to its end. `id` also names its sequence on the workers.
 
     speculate, budget (tree nodes below the root; None: the engine's), priority (higher runs first), salt (of its
-    prefix: only requests of one salt share pages) change what it costs and when it comes, never its text. grammar: the
-    one of its params, where its text stands.
+    prefix: only requests of one salt share pages) change what it costs and when it comes, never its text.
+    matcher: its grammar, if it has one, where its text stands.
 
     Where it stands: start: rows of KV committed; tokens: emitted so far, of which the last is the root (it has no KV
     yet); pages: its part of the pool, of which the workers know the first `sent`; kept: pages of its text that are
@@ -36,7 +37,7 @@ class Request:
     budget: int | None = None
     priority: int = 0
     salt: str = ""
-    grammar: Grammar | None = None
+    matcher: Matcher | None = None
     # Set by the scheduler when it is submitted.
     order: int = 0
     stops: frozenset[int] = frozenset()
@@ -86,7 +87,8 @@ class Request:
     def keys(self, pages: int) -> list[bytes]:
         """The keys of the empty text and of the first `pages` pages of its text."""
         if not self._keys:
-            self._keys.append(empty_text(self.salt))
+            # Plain decoding is what speculation is checked against: it meets no row that speculation has left.
+            self._keys.append(empty_text(self.salt, self.speculate))
         for page in range(len(self._keys) - 1, pages):
             self._keys.append(page_key(self._keys[-1], self.span(page * PAGE_ROWS, (page + 1) * PAGE_ROWS)))
         return self._keys[: pages + 1]
@@ -120,7 +122,7 @@ class Request:
         # The new root would be run at position `start`.
         return emitted, "length" if self.start >= max_positions else None
 
-    @property
+    @cached_property
     def best(self) -> int:
         """How many of the best ids its rows must say beside the picked one; -1: no log-probabilities are wanted."""
         wanted = (self.params.logprobs, self.params.prompt_logprobs)
@@ -128,10 +130,10 @@ class Request:
 
     def follow(self, emitted: Sequence[int]) -> None:
         """Advance the grammar; an end needs no more."""
-        assert self.grammar is not None, "a request without a grammar"
+        assert self.matcher is not None, "a request without a grammar"
         for token in emitted:
             if token not in self.stops:
-                self.grammar.advance(token)
+                self.matcher.advance(token)
 
     def begin(self) -> Begin:
         """What the workers must know before its first rows."""

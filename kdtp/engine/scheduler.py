@@ -16,6 +16,7 @@ from kdtp.engine.request import Request
 from kdtp.types import PAGE_ROWS
 
 _LEAST_WAIT, _MOST_WAIT = 0.1, 60.0  # seconds
+_MOST_HELD = 64  # requests that are passed over in a step: each costs a look into the prefix cache
 
 
 class QueueFull(RuntimeError):
@@ -34,7 +35,7 @@ class Turn(NamedTuple):
     chunk: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """Who runs; who has lost its rows and waits again, by id if the workers know it; who has been given pages."""
 
@@ -70,12 +71,15 @@ class Scheduler:
 
     # ------------------------------------------------------------------ coming and going
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. ValueError if it can never run, QueueFull if too much waits."""
+    def check(self, request: Request) -> None:
+        """Find its stops. ValueError if it can never run, QueueFull if too much waits."""
         ends = () if request.params.ignore_eos else self.model.eos_token_ids
         request.stops = frozenset(request.params.stop_tokens).union(ends)
         check_request(request, self.config, self.model)
         self._check_queue(request)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that was checked."""
         request.rule = request.params.rule(len(request.prompt), request.stops)
         self._submitted += 1
         request.order = self._submitted
@@ -133,7 +137,7 @@ class Scheduler:
     def next(self) -> Step:
         """Grow who runs, admit what fits, and share the step."""
         step = Step()
-        for request in list(self.running):
+        for request in self.running.copy():
             # Those that were preempted for others before them are not running any more.
             if not request.prefilling and (not step.preempted or request in self.running):
                 self._grow(request, step)
@@ -188,7 +192,7 @@ class Scheduler:
 
     def _admit(self, step: Step) -> None:
         held = 0  # waiting for the pages of one that runs
-        while held < len(self.waiting) and len(self.running) < self.config.max_batch:
+        while held < min(len(self.waiting), _MOST_HELD) and len(self.running) < self.config.max_batch:
             request = self.waiting[held]
             hits = self._hits(request)
             if self._comes(request, len(hits)):

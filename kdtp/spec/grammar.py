@@ -8,8 +8,8 @@ from typing import Protocol
 from kdtp.types import ROOT, Tree
 
 
-class Grammar(Protocol):
-    """What a text must match, at some place of the text.
+class Matcher(Protocol):
+    """A grammar at some place of a text.
 
     mask: bit i of byte i // 8 says whether id i may come next; nothing is allowed once the grammar has failed, for a
     reason that `error` then tells. advance: go on by an allowed token; rollback: take back the last ones.
@@ -22,10 +22,10 @@ class Grammar(Protocol):
     def rollback(self, count: int) -> None: ...
 
 
-def constrain(tree: Tree, grammar: Grammar, ends: Collection[int]) -> tuple[Tree, list[bytes]]:
+def constrain(tree: Tree, matcher: Matcher, ends: Collection[int]) -> tuple[Tree, list[bytes]]:
     """The tree without the nodes that the grammar forbids, and without what follows an end; and each node's mask.
 
-    grammar: at the root, where it is again afterwards.
+    matcher: at the root, where it is again afterwards.
     """
     children: list[list[int]] = [[] for _ in tree.tokens]
     for node, parent in enumerate(tree.parents):
@@ -34,7 +34,7 @@ def constrain(tree: Tree, grammar: Grammar, ends: Collection[int]) -> tuple[Tree
     masks: dict[int, bytes] = {}
 
     def visit(node: int) -> None:
-        masks[node] = grammar.mask()
+        masks[node] = matcher.mask()
         for child in children[node]:
             token = tree.tokens[child]
             if not allows(masks[node], token):
@@ -42,9 +42,9 @@ def constrain(tree: Tree, grammar: Grammar, ends: Collection[int]) -> tuple[Tree
             if token in ends:
                 masks[child] = masks[node]  # nothing is chosen there that is ever seen
                 continue
-            grammar.advance(token)
+            matcher.advance(token)
             visit(child)
-            grammar.rollback(1)
+            matcher.rollback(1)
 
     visit(0)
     kept = sorted(masks)

@@ -371,6 +371,7 @@ class Bare:
         params = SamplingParams(max_tokens=rng.choice((3, 250 - len(prompt))))
         request = Request(self.count, prompt, params, priority=rng.randrange(2))
         with suppress(QueueFull):
+            self.scheduler.check(request)
             self.scheduler.submit(request)
             self.open.append(request)
 
