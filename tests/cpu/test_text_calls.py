@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtp.text import calls, template
@@ -26,6 +26,8 @@ from kdtp.text.calls import (
 from kdtp.text.stream import TextStream
 from kdtp.text.tokenizer import Part, Tokenizer, load
 from tests import text_folders as folders
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
 
 FORMATS = {"kimi": KIMI, "v3": DEEPSEEK_V3, "v31": DEEPSEEK_V31}
 
@@ -119,6 +121,7 @@ def grouped(ids: list[int], sizes: list[int]) -> list[list[int]]:
     raise AssertionError
 
 
+@PROPERTY
 @given(
     thought=words,
     content=words,
@@ -140,6 +143,7 @@ def test_what_a_model_says(pair, thought, content, wanted, sizes, inside):
     assert deltas == want
 
 
+@PROPERTY
 @given(data=st.data(), sizes=sizes, thinking=st.booleans())
 def test_any_tokens_in_any_groups(pair, data, sizes, thinking):
     """Nonsense too is told apart in one way only, and no text is lost but spaces, fences and heads."""
@@ -161,6 +165,7 @@ def test_any_tokens_in_any_groups(pair, data, sizes, thinking):
             assert delta.index == open_one
 
 
+@PROPERTY
 @given(pieces=st.lists(st.text(alphabet="`\n a{", max_size=12)), cuts=st.lists(st.integers(0, 40), max_size=8))
 def test_texts_split_anywhere(deepseek, pieces, cuts):
     """The fenced form looks at single characters: its texts are split at any."""

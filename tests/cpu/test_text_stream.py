@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kdtp.text.files import TextError
 from kdtp.text.stream import Detokenizer, StopStrings, TextStream
 from kdtp.text.tokenizer import Tokenizer, load
 from tests import text_folders as folders
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,7 @@ sizes = st.lists(st.integers(0, 4), max_size=20).map(lambda some: [*some, 1])
 ids = st.lists(st.integers(0, 511))
 
 
+@PROPERTY
 @given(ids=ids, sizes=sizes)
 def test_the_parts_are_the_whole(tokenizer, deepseek, ids, sizes):
     for each in (tokenizer, deepseek):
@@ -44,6 +47,7 @@ def test_the_parts_are_the_whole(tokenizer, deepseek, ids, sizes):
         assert "".join(texts) == each.decode(ids)
 
 
+@PROPERTY
 @given(text=st.text())
 def test_no_part_of_a_character_is_shown(tokenizer, text):
     stream, shown = Detokenizer(tokenizer), ""
@@ -76,6 +80,7 @@ letters = st.text(alphabet="ab\n", max_size=30)
 stop_lists = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=4)
 
 
+@PROPERTY
 @given(text=letters, stops=stop_lists, sizes=sizes)
 @example(text="abcd", stops=["abcd", "bc"], sizes=[4])
 @example(text="aab", stops=["ab"], sizes=[1])
@@ -99,6 +104,7 @@ def test_no_more_is_held_back_than_needed():
     assert matcher.push("J and on") == "" and matcher.found == "DEFGHIJ"
 
 
+@PROPERTY
 @given(ids=ids, sizes=sizes, stop_ids=st.sets(st.integers(0, 511), max_size=20), stops=stop_lists)
 def test_a_stream_is_the_same_for_every_grouping(tokenizer, ids, sizes, stop_ids, stops):
     """Also when tokens after the stop come with it, as a draft's do."""

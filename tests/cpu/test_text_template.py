@@ -15,6 +15,8 @@ from kdtp.text.template import ChatTemplate
 from kdtp.text.tokenizer import Part, Tokenizer, load
 from tests import text_folders as folders
 
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
+
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "<b> & 'q'", "parameters": {"Stadt": "ü"}}}
 ]
@@ -88,7 +90,7 @@ def harmless(value):
     return "x" if isinstance(value, str) else value
 
 
-@settings(max_examples=200)
+@PROPERTY
 @given(messages=conversations, tool=contents)
 def test_no_text_becomes_a_control_token(pair, messages, tool):
     """Whatever the texts are, the control tokens are those of a conversation of the same shape with harmless ones."""
@@ -104,6 +106,7 @@ def test_no_text_becomes_a_control_token(pair, messages, tool):
     assert joined(tokenizer, parts) == plainly(source, tokenizer, **given)
 
 
+@PROPERTY
 @given(messages=conversations.map(harmless), generation=st.booleans(), tools=st.sampled_from([None, TOOLS]))
 def test_harmless_text_is_encoded_as_ever(pair, messages, generation, tools):
     """Exactly as by rendering to a text and letting the tokenizer find control tokens in it."""

@@ -22,6 +22,8 @@ from kdtp.text.marks import Marks
 from kdtp.text.tokenizer import Part, Tokenizer, load
 from tests import text_folders as folders
 
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
+
 TRICKY = (
     "don't DON'T we'll I'd you're 'tis it'S",
     "你好世界hello世界 Hello世界abc",
@@ -56,6 +58,7 @@ def library() -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(folders.tokenizer_json())
 
 
+@PROPERTY
 @given(text=texts)
 def test_plain_text_as_the_library_encodes_it(deepseek, text):
     ids = deepseek.encode(text)
@@ -67,6 +70,7 @@ def test_plain_text_as_the_library_encodes_it(deepseek, text):
 PIECES = [*folders.DEEPSEEK_SPECIAL, *folders.DEEPSEEK_TURNS, "a b", " ", "\n", "你", "'s", "<", "think>"]
 
 
+@PROPERTY
 @given(text=st.lists(st.sampled_from(PIECES)).map("".join))
 def test_text_with_control_tokens_as_the_library_encodes_it(deepseek, text):
     ids = deepseek.encode_parts(deepseek.split(text))
@@ -77,6 +81,7 @@ def test_text_with_control_tokens_as_the_library_encodes_it(deepseek, text):
     assert not {*plain} & {*deepseek.controls.values()} and deepseek.decode(plain) == text
 
 
+@PROPERTY
 @given(ids=st.lists(st.integers(0, 511)))
 def test_any_ids_decode_as_the_library_decodes_them(deepseek, ids):
     assert deepseek.decode(ids) == library().decode(ids, skip_special_tokens=True)
@@ -216,12 +221,14 @@ def bpe() -> tiktoken.Encoding:
     return tiktoken.Encoding("test", pat_str=PUBLISHED, mergeable_ranks=ranks, special_tokens=special)
 
 
+@PROPERTY
 @given(text=texts)
 def test_plain_text_as_tiktoken_encodes_it(kimi_like, text):
     ids = kimi_like.encode(text)
     assert ids == bpe().encode_ordinary(text) and kimi_like.decode(ids) == text
 
 
+@PROPERTY
 @given(
     text=st.lists(st.sampled_from([*folders.KIMI_NAMES.values(), "a b", " ", "\n", "你好", "[", "EOS]"])).map("".join)
 )
@@ -231,6 +238,7 @@ def test_text_with_control_tokens_as_tiktoken_encodes_it(kimi_like, text):
     assert not {*kimi_like.encode(text)} & {*kimi_like.controls.values()}
 
 
+@PROPERTY
 @given(text=texts)
 def test_the_pattern_by_another_engine(kimi_like, text):
     """Python's regex module knows the same syntax (class intersections, Han)."""
@@ -271,6 +279,7 @@ def published_pieces(text: str, piece: int, run: int) -> list[str]:
     return found
 
 
+@PROPERTY
 @given(text=st.text(alphabet="ab \n", max_size=80), piece=st.integers(1, 30), run=st.integers(1, 9))
 def test_long_texts_are_cut_where_the_published_class_cuts_them(text, piece, run):
     with pytest.MonkeyPatch.context() as patch:
@@ -282,7 +291,7 @@ def test_long_texts_are_cut_where_the_published_class_cuts_them(text, piece, run
         assert pieces == (published_pieces(text, piece, run) or [""])
 
 
-@settings(max_examples=50)
+@PROPERTY
 @given(
     text=st.lists(st.sampled_from(["[EOS]", "<|im_end|>", "ab", " ", "\n\n", "你好", "12"]), max_size=30).map("".join)
 )
