@@ -69,6 +69,17 @@ def test_logprobs_are_of_the_models_own_distribution(engine):
     assert len(done.scored) == 89 and len(done.logprobs) == 10
 
 
+def test_a_prompt_is_scored_once_though_its_rows_are_lost(engine):
+    prompts = [(7, 1, 1), tuple(range(20, 33)), tuple(range(50))]
+    scores = {"prompt_logprobs": 1, "logprobs": 0}
+    params = [SamplingParams(max_tokens=130), *(SamplingParams(max_tokens=n, **scores) for n in (120, 70))]
+    alone = [engine.run([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    together = engine.run(prompts, params, DrafterConfig("ngram"), kv_tokens=256, prefill_chunk=20)
+    for got, want in zip(together, alone, strict=True):
+        assert (got.tokens, got.scored, got.logprobs) == (want.tokens, want.scored, want.logprobs)
+    assert sum(done.usage.preemptions for done in together) > 0
+
+
 @pytest.mark.parametrize("length", [1, 2, 64, 129])
 def test_scoring_alone_emits_nothing(engine, length):
     prompt = tuple(random.Random(length).randrange(61) for _ in range(length))

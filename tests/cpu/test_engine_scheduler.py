@@ -166,6 +166,19 @@ def test_an_answer_is_part_of_the_next_prompt():
     assert one(coordinator, 2, (*LONG[:10], *answer)).cached_tokens == 128
 
 
+@pytest.mark.parametrize("length", range(112, 125))
+def test_a_page_that_the_last_round_fills_is_kept_as_it_should_be(length):
+    """Its rows are moved into place, though the request ends with that round."""
+    prompt = LONG[:length]
+    coordinator, workers = engine(oracle(block=8, budget=30, rank=4, seed=length), known(prompt))
+    one(coordinator, 1, prompt, 17)
+    assert workers[0].moved
+    text = (*prompt, *continuation(prompt, 17))
+    # The last token has a row only if it was a node of the last tree.
+    assert one(coordinator, 2, (*text, 5)).cached_tokens == 128
+    check_empty(coordinator, workers)
+
+
 def test_without_the_cache_nothing_is_found():
     coordinator, workers = engine(prefix_cache=False)
     assert one(coordinator, 1, LONG).cached_tokens == one(coordinator, 2, LONG).cached_tokens == 0
