@@ -298,12 +298,16 @@ def test_damage_is_seen_or_harmless(tmp_path_factory, flips, length):
 
 def test_reading_slices(tmp_path):
     values = np.arange(600 * 700, dtype=np.float32).reshape(600, 700)
-    safetensors.write(tmp_path / "x.safetensors", {"pad": ("U8", np.zeros(3, np.uint8)), "w": ("F32", values)})
+    safetensors.write(
+        tmp_path / "x.safetensors",
+        {"pad": ("U8", np.zeros(3, np.uint8)), "w": ("F32", values), "e": ("I8", np.zeros(0))},
+    )
     file = File(tmp_path / "x.safetensors")
     order = np.array([5, 3, 599, 3])
-    assert (file.read("w") == values).all()
+    assert (file.read("w") == values).all() and file.read("e").shape == (0,)
     assert (file.read("w", slice(7, 9), slice(100, 200)) == values[7:9, 100:200]).all()
     assert (file.read("w", order, slice(0, 10)) == values[order, :10]).all()
+    assert file.read("w", slice(600, 600)).shape == file.read("w", order[:0]).shape == (0, 700)
     part = file.read("w", slice(0, 600))
     part[:] = 0  # a copy: the file stays as it is
     assert (file.read("w") == values).all()

@@ -87,18 +87,28 @@ class File:
         """
         assert self._map is not None, f"{self.path}: read after close"
         stored = self.tensors[name]
+        first, size = _pages(stored, rows)
+        self._map.madvise(mmap.MADV_WILLNEED, first, size)  # or a cold file comes in by the page
         view: NDArray[Any] = np.ndarray(stored.shape, LAYOUT[stored.dtype], self._map, stored.offset)
         # A slice of whole rows copies at once, an index array and columns row by row; none reads what is not asked for.
         part = view[(rows, columns)[: view.ndim]]
         copy = np.array(part, order="C") if isinstance(rows, slice) else part
-        self._give_back(stored)
+        self._map.madvise(mmap.MADV_DONTNEED, first, size)
         return copy
 
-    def _give_back(self, stored: Stored) -> None:
-        assert self._map is not None
-        first = stored.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        if stored.nbytes:
-            self._map.madvise(mmap.MADV_DONTNEED, first, stored.offset + stored.nbytes - first)
+
+def _pages(stored: Stored, rows: Rows) -> tuple[int, int]:
+    """Start and length in the file, from a page's start, of what lies between the first and the last of these rows."""
+    if not stored.nbytes:
+        return 0, 1
+    count = stored.shape[0] if stored.shape else 1
+    if isinstance(rows, slice):
+        first, last, _ = rows.indices(count)
+    else:
+        first, last = (int(rows.min()), int(rows.max()) + 1) if rows.size else (0, 0)
+    each = stored.nbytes // count
+    start = (stored.offset + first * each) // mmap.PAGESIZE * mmap.PAGESIZE
+    return start, max(stored.offset + last * each - start, 1)
 
 
 def _complain(path: Path, where: str, what: str, want: object, found: object) -> NoReturn:
