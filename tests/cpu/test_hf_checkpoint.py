@@ -298,10 +298,8 @@ def test_damage_is_seen_or_harmless(tmp_path_factory, flips, length):
 
 def test_reading_slices(tmp_path):
     values = np.arange(600 * 700, dtype=np.float32).reshape(600, 700)
-    safetensors.write(
-        tmp_path / "x.safetensors",
-        {"pad": ("U8", np.zeros(3, np.uint8)), "w": ("F32", values), "e": ("I8", np.zeros(0))},
-    )
+    arrays = {"pad": ("U8", np.zeros(3, np.uint8)), "w": ("F32", values), "e": ("I8", np.zeros(0))}
+    safetensors.write(tmp_path / "x.safetensors", arrays)
     file = File(tmp_path / "x.safetensors")
     order = np.array([5, 3, 599, 3])
     assert (file.read("w") == values).all() and file.read("e").shape == (0,)
