@@ -14,8 +14,7 @@
 #define KDTP_ILLEGAL (-1)
 
 enum { KDTP_F32 = 0, KDTP_BF16 = 1 };                 // `dtype`
-enum { KDTP_SOFTMAX = 0, KDTP_SIGMOID = 1 };          // `scoring`
-enum { KDTP_DENSE = 0, KDTP_INT4 = 1 };               // `format` of expert weights
+enum { KDTP_SOFTMAX = 0, KDTP_SIGMOID = 1 }; enum { KDTP_DENSE = 0, KDTP_INT4 = 1 };  // `scoring`; experts' `format`
 
 // out = norm(x) * weight; with `residual`: residual += x first, and that sum is normed.
 typedef struct KdtpRmsNormArgs {
@@ -86,8 +85,8 @@ typedef struct KdtpMlaTreeArgs {
   void* out;              // [rows, heads, lora] T
   const void* row_seq;    // [rows] i32: sequence of each row, -1 for padding (out is then 0)
   const void* row_depth;  // [rows] i32: depth of each row below its sequence's first row
-  const void* path;       // [rows, max_depth] i32: the row's ancestors by depth, as index in the sequence; itself last.
-                          // Not read for a row whose depth is its index: all rows before it are its ancestors then
+  const void* path;       // [rows, max_depth] i32: ancestors by depth, as index in the sequence, itself last. Not read where
+                          // a row's depth is its index: all rows before it are its ancestors then
   const void* starts;     // [seqs] i32
   const void* first_row;  // [seqs] i32: the sequence's first row in q
   const void* pages;      // [seqs, max_pages] i32: page table, pages of 64 rows
@@ -100,8 +99,7 @@ typedef struct KdtpMlaTreeArgs {
   int64_t max_depth;
   int64_t max_pages;
   int64_t max_start;      // the largest of starts, or anything above: sizes the grid
-  int64_t split;          // positions per split, a power of two, at least 64; at low positions splits are shorter.
-                          // Fixed by the engine, never by the batch
+  int64_t split;          // positions per split, shorter at low ones; a power of two from 64; the engine's, not the batch's
   int64_t workspace_bytes;
   double scale;
   int64_t portable;       // 1: the form for every GPU, even where there is a faster one; it gives the same bits
@@ -141,9 +139,8 @@ typedef struct KdtpLinearHeadsArgs {
   void* stream;
 } KdtpLinearHeadsArgs;
 
-// Choice of experts, ids ascending; among equal scores the lowest id. `norm`: the weights are divided by their sum, and
-// scaled only if there is a bias, as DeepSeek-V2 (without) either norms or scales; a single expert without bias is not
-// normed.
+// Experts, ids ascending; among equal scores the lowest id. `norm`: weights are divided by their sum, and scaled only if
+// there is a bias, as DeepSeek-V2 (without) either norms or scales; a single expert without bias is not normed.
 typedef struct KdtpRouterArgs {
   const void* logits;     // [rows, experts] f32
   const void* bias;       // [experts] f32, or null; only with sigmoid
@@ -271,3 +268,33 @@ typedef struct KdtpKvMoveArgs {
   int64_t dtype;
   void* stream;
 } KdtpKvMoveArgs;
+
+// out = the sum of x over the ranks, in rank order and float32; with `residual`, that sum goes on as rms_norm's x. Ranks
+// make the same calls in the same order. `failure`: of the first that fails; it and all behind it give nothing of worth.
+typedef struct KdtpAllReduceArgs {
+  const void* x;          // [rows, width] T: this rank's part
+  void* residual;         // [rows, width] T in/out, or null
+  const void* weight;     // [width] f32, or null: with `residual` only
+  void* out;              // [rows, width] T
+  void* state;            // [257] i32 in/out, 0 at first: calls so far, as each block counts; whether one has failed
+  void* failure;          // [8] i32 that the host sees: 1 late, 2 unlike; rank; own stamp; that rank's stamp, rows, width
+  void* room0;            // [2, size, part_bytes]: rank 0's room, all bits 1 at first; null for ranks that are not
+  void* room1;
+  void* room2;
+  void* room3;
+  void* room4;
+  void* room5;
+  void* room6;
+  void* room7;
+  int64_t rank;
+  int64_t size;           // 1..8
+  int64_t part_bytes;     // a multiple of 16; 4096 more than the largest x has
+  int64_t blocks;         // 1..256, no more than the multiprocessors of any rank's GPU: all blocks must run at once
+  int64_t stamp;          // 0..2^31 - 1: which call this is, for the others to compare
+  int64_t timeout_ns;     // to wait for another rank
+  int64_t rows;
+  int64_t width;          // width * sizeof(T) is a multiple of 16; with `residual` at most 8192
+  double eps;
+  int64_t dtype;
+  void* stream;
+} KdtpAllReduceArgs;

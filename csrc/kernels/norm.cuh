@@ -47,34 +47,33 @@ __device__ __forceinline__ float row_sum(float x, float* scratch) {
   return total;
 }
 
-template <typename T, int kPacks, bool kWide>
-__global__ void __launch_bounds__(kNormThreadsMost)
-    rms_norm_kernel(const T* x, int64_t x_stride, T* residual, const float* __restrict__ weight, T* out, int width,
-                    float eps) {
-  constexpr int kPack = kNormPack<T>;
-  __shared__ float scratch[kNormThreadsMost / 32];
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * width;
-  x += blockIdx.x * x_stride;
-  float held[kPacks][kPack], ahead[kPack];  // ahead: weights of the first pack, fetched early
-  let_kernel_behind_start();
+// The weights of a thread's first pack, fetched before anything else.
+template <typename T> __device__ __forceinline__ void fetch_weights(const float* weight, int width, float* ahead) {
 #pragma unroll
-  for (int j = 0; j < kPack; ++j) {
-    const int column = threadIdx.x * kPack + j;
+  for (int j = 0; j < kNormPack<T>; ++j) {
+    const int column = threadIdx.x * kNormPack<T> + j;
     ahead[j] = column < width ? weight[column] : 0.0f;
   }
-  wait_for_kernel_before();
-  float square = 0.0f;
+}
+
+// One row by a whole block: fetch(column) gives the pack of x that starts there. The sum with `residual`, if there is
+// one, takes its place.
+template <typename T, int kPacks, bool kWide, typename Fetch>
+__device__ __forceinline__ void norm_row(Fetch fetch, T* residual, const float* weight, const float* ahead, T* out,
+                                         int width, float eps, float* scratch) {
+  constexpr int kPack = kNormPack<T>;
+  float held[kPacks][kPack], square = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     const int column = (threadIdx.x + i * blockDim.x) * kPack;
     if (column >= width) break;
-    Pack<T, kPack> pack = load_pack<T, kWide>(x + column, width - column);
+    Pack<T, kPack> pack = fetch(column);
     if (residual != nullptr) {
-      const Pack<T, kPack> before = load_pack<T, kWide>(residual + row + column, width - column);
+      const Pack<T, kPack> before = load_pack<T, kWide>(residual + column, width - column);
       // Rounded to T before it is normed: the next layer adds to exactly this.
 #pragma unroll
       for (int j = 0; j < kPack; ++j) pack.at[j] = from_float<T>(to_float(pack.at[j]) + to_float(before.at[j]));
-      store_pack<T, kWide>(residual + row + column, pack, width - column);
+      store_pack<T, kWide>(residual + column, pack, width - column);
     }
 #pragma unroll
     for (int j = 0; j < kPack; ++j) {
@@ -93,8 +92,24 @@ __global__ void __launch_bounds__(kNormThreadsMost)
       const float scale = i == 0 ? ahead[j] : column + j < width ? weight[column + j] : 0.0f;
       pack.at[j] = from_float<T>(held[i][j] * factor * scale);
     }
-    store_pack<T, kWide>(out + row + column, pack, width - column);
+    store_pack<T, kWide>(out + column, pack, width - column);
   }
+}
+
+template <typename T, int kPacks, bool kWide>
+__global__ void __launch_bounds__(kNormThreadsMost)
+    rms_norm_kernel(const T* x, int64_t x_stride, T* residual, const float* __restrict__ weight, T* out, int width,
+                    float eps) {
+  __shared__ float scratch[kNormThreadsMost / 32];
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * width;
+  float ahead[kNormPack<T>];
+  let_kernel_behind_start();
+  fetch_weights<T>(weight, width, ahead);
+  wait_for_kernel_before();
+  x += blockIdx.x * x_stride;
+  const auto fetch = [&](int column) { return load_pack<T, kWide>(x + column, width - column); };
+  norm_row<T, kPacks, kWide>(fetch, residual == nullptr ? nullptr : residual + row, weight, ahead, out + row, width, eps,
+                             scratch);
 }
 
 }  // namespace kdtp

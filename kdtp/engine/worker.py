@@ -112,10 +112,10 @@ class Worker:
         self._epoch = welcome.epoch
         self.coordinator_pid = welcome.coordinator_pid
         torch.set_num_threads(config.threads or 1)
+        device = _device(config.device, self.rank)
         # The coordinator's deadline must pass first, so that it names the rank that hangs.
         comm = self._connect(config.device, max(60.0, 4 * config.step_timeout))
         pages = config.kv_tokens // PAGE_ROWS
-        device = _device(config.device, self.rank)
         self._shard = Shard.load(config.model, comm, config.dtype, pages, self._progress, device)
         self._chooser = Chooser(self._shard)
         if not config.threads and self._shard.config.hidden_size >= _WIDE:
@@ -144,6 +144,7 @@ class Worker:
                 if self.rank == 0:
                     frame, shape = full.cpu().numpy().tobytes(), (full.shape[0], full.shape[1])
             ids, wanted = self.chooser.choose(logits, message.seqs)
+            self.shard.comm.check()
         self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), tuple(wanted), shape), frame)
 
     def _shutdown(self, reason: str) -> None:

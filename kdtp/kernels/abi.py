@@ -64,7 +64,14 @@ class Library:
 
     def launch(self, op: str, arguments: ctypes.Structure) -> None:
         """Run kdtp_<op> on a struct that was made before."""
-        code = getattr(self._lib, f"kdtp_{op}")(ctypes.byref(arguments))
+        self.check(op, getattr(self._lib, f"kdtp_{op}")(ctypes.byref(arguments)))
+
+    def prepare(self, name: str, *arguments: int) -> None:
+        """Run kdtp_<name>, an entry without a struct, on numbers and addresses."""
+        self.check(name, getattr(self._lib, f"kdtp_{name}")(*map(ctypes.c_int64, arguments)))
+
+    def check(self, op: str, code: int) -> None:
+        """Raise KernelError unless an entry's code is 0."""
         if code == ILLEGAL:
             raise KernelError(self._lib.kdtp_error().decode())
         if code:

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from kdtp.model.layers import Norm
+
 
 class Comm(Protocol):
     """The ranks that share one model. Every rank calls the same collectives in the same order with equal shapes."""
@@ -23,8 +25,19 @@ class Comm(Protocol):
         """x of every rank, [size, *x.shape]."""
         ...
 
+    def all_reduce_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new residual, which is residual + all_reduce(x), and its norm; [M, H] each. On a GPU it is in place."""
+        return norm.add(self.all_reduce(x), residual)
 
-class Solo:
+    def check(self) -> None:
+        """Raise RuntimeError if a collective has failed that could not say so itself: nothing since is of any worth.
+
+        Only those that the device has ended are known of.
+        """
+        return
+
+
+class Solo(Comm):
     """One rank."""
 
     rank = 0
@@ -39,7 +52,7 @@ class Solo:
         return x[None]
 
 
-class Gloo:
+class Gloo(Comm):
     """CPU processes over torch.distributed's gloo, in its default group, which must be initialised.
 
     A peer that is gone or late raises RuntimeError.
@@ -89,6 +102,8 @@ def connect(device: str, rank: int, size: int, timeout: float) -> Comm:
     """
     if size == 1:
         return Solo()
-    backend, kind = ("gloo", Gloo) if device == "cpu" else ("nccl", Nccl)
+    from kdtp.model import push  # which has a Comm of its own
+
+    backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-    return kind()
+    return Gloo() if device == "cpu" else push.connect(Nccl(), timeout)

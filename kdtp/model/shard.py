@@ -23,7 +23,7 @@ from kdtp.types import PAGE_ROWS, Move, SeqRows
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer; two all-reduces, after attention and after the MLP."""
+    """One layer; two all-reduces, of what the layer before and attention have left to add."""
 
     attn_norm: Norm
     attention: Mla
@@ -34,12 +34,11 @@ class Layer:
     def __call__(
         self, delta: torch.Tensor, residual: torch.Tensor, batch: Batch, kv: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream is residual + delta, both [M, H]; the sum is left to the norm that follows."""
-        residual, x = self.attn_norm.add(delta, residual)
-        delta = self.comm.all_reduce(self.attention(x, batch, kv))
-        residual, x = self.mlp_norm.add(delta, residual)
-        delta = self.mlp(x, batch) if isinstance(self.mlp, Moe) else self.mlp(x)
-        return self.comm.all_reduce(delta), residual
+        """The stream is residual + delta, both [M, H], delta a partial sum: what is left to do goes with the norm."""
+        residual, x = self.comm.all_reduce_norm(delta, residual, self.attn_norm)
+        delta = self.attention(x, batch, kv)
+        residual, x = self.comm.all_reduce_norm(delta, residual, self.mlp_norm)
+        return self.mlp(x, batch) if isinstance(self.mlp, Moe) else self.mlp(x), residual
 
 
 class Shard:
@@ -126,11 +125,11 @@ class Shard:
         return kernels.linear(self._final_norm(hidden), self._head)
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
-        delta = self.comm.all_reduce(kernels.embedding(batch.tokens, self._embed, self.vocab_start))
+        delta = kernels.embedding(batch.tokens, self._embed, self.vocab_start)
         residual = torch.zeros_like(delta)
         for layer, kv in zip(self._layers, self.cache.kv, strict=True):
             delta, residual = layer(delta, residual, batch, kv)
-        return residual + delta
+        return residual + self.comm.all_reduce(delta)
 
     def commit(self, moves: Iterable[Move]) -> None:
         """Make the kept rows of verified trees committed ones."""

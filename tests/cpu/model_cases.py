@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from reference_cases import MICRO, MICRO_V3
 
-from kdtp.model.comm import Solo, sum_in_order
+from kdtp.model.comm import Comm, Solo, sum_in_order
 from kdtp.model.shard import Shard
 from kdtp.model.weights import kdtr
 from kdtp.model.weights.load import Weights, open_model
@@ -44,7 +44,7 @@ def write_random(path, config, seed=0, **changes):
     return path
 
 
-class ThreadComm:
+class ThreadComm(Comm):
     """Ranks that are threads of one process and meet at a barrier."""
 
     def __init__(self, rank, size, barrier, places):

@@ -20,6 +20,9 @@ LEGAL: dict[str, dict[str, int | float]] = {
     "topk": {"rows": 0, "vocab": 32, "stride": 32, "k": 4},
     "argmax": {"rows": 0, "vocab": 32, "stride": 32},
     "kv_move": {"layers": 2, "layer_rows": 64, "width": 8, "groups": 0},
+    "all_reduce": {
+        "rank": 1, "size": 2, "part_bytes": 4096, "blocks": 1, "stamp": 0, "timeout_ns": 1, "rows": 0, "width": 8,
+    },
 }  # fmt: skip
 ILLEGAL: dict[str, dict[str, tuple[int, ...]]] = {
     "rms_norm": {"rows": (-1,), "width": (0, 16385), "x_stride": (7,), "dtype": (2, -1)},
@@ -36,6 +39,10 @@ ILLEGAL: dict[str, dict[str, tuple[int, ...]]] = {
     "topk": {"rows": (-1, 1 << 28), "vocab": (0, (1 << 18) + 1), "stride": (31,), "k": (0, 33, 65)},
     "argmax": {"rows": (-1, 1 << 28), "vocab": (0, (1 << 30) + 1), "stride": (31,)},
     "kv_move": {"layers": (-1, 65536), "layer_rows": (-1,), "width": (0, (1 << 20) + 1), "groups": (-1, 1 << 31)},
+    "all_reduce": {
+        "rank": (-1, 2), "size": (0, 9), "part_bytes": (4095, 4080), "blocks": (0, 257), "stamp": (-1, 1 << 31),
+        "timeout_ns": (0,), "rows": (-1, 1 << 31), "width": (0, 3, 1 << 31), "dtype": (2,),
+    },
 }  # fmt: skip
 
 
