@@ -87,7 +87,7 @@ struct Turn {
     }
   }
 
-  // Before the first push; every thread of the block.
+  // Every thread of the block.
   __device__ void stamp() const {
     const int to = threadIdx.x;
     if (to < e.size && to != e.rank) store_pack_there(part(to, e.rank) + blockIdx.x, e.stamp);
@@ -162,15 +162,17 @@ struct Turn {
     store_pack_there(place, uint4{kAbsent, kAbsent, kAbsent, kAbsent});
   }
 
-  // The sum over the ranks of the pack at `at`, of which this rank's part is `own`: first to last, in float32.
+  // The sum over the ranks of the pack at `at`, of which this rank's part is `own`: first to last, in float32. It is read
+  // last, from the nearest cache: registers are short while the others' words come.
   template <typename T, int kGroup>
-  __device__ Pack<T, kNormPack<T>> sum(int64_t at, const Pack<T, kNormPack<T>>& own) const {
+  __device__ Pack<T, kNormPack<T>> sum(int64_t at, const Pack<T, kNormPack<T>>* own) const {
     constexpr int kPack = kNormPack<T>;
     float total[kPack];
 #pragma unroll 1
     for (int first = 0; first < e.size; first += kGroup) {
       uint4 parts[kGroup] = {};
       receive<kGroup>(first, at, parts);
+      const Pack<T, kPack> mine = *own;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         if (first + i >= e.size) break;
@@ -178,7 +180,7 @@ struct Turn {
         memcpy(&part, &parts[i], sizeof part);
 #pragma unroll
         for (int j = 0; j < kPack; ++j) {
-          const float x = to_float(first + i == e.rank ? own.at[j] : part.at[j]);
+          const float x = to_float(first + i == e.rank ? mine.at[j] : part.at[j]);
           total[j] = first + i == 0 ? x : total[j] + x;
         }
       }
@@ -190,33 +192,39 @@ struct Turn {
   }
 };
 
-template <typename T> __device__ __forceinline__ uint4 words_of(const Pack<T, kNormPack<T>>* from) {
-  return *reinterpret_cast<const uint4*>(from);
+template <typename T> __device__ __forceinline__ uint4 words_of(const Pack<T, kNormPack<T>>& pack) {
+  uint4 words;
+  memcpy(&words, &pack, sizeof words);
+  return words;
 }
 
-// Any shape: packs, which the grid takes in turn.
+// Any shape: packs, which the grid takes in turn. What a thread takes first it reads before it knows where to push it.
 template <typename T, int kGroup>
-__global__ void __launch_bounds__(kReduceThreadsMost)
+__global__ void __launch_bounds__(kReduceThreadsMost, 1)
     all_reduce_kernel(const __grid_constant__ Exchange e, const T* x, T* out, int64_t packs) {
   using P = Pack<T, kNormPack<T>>;
   const P* const in = reinterpret_cast<const P*>(x);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   follow_kernel_before();
+  P own = first < packs ? in[first] : P{};
   const int calls = e.state[blockIdx.x];
   const Turn turn{e, (calls & 1) * e.size};
-  turn.stamp();
 #pragma unroll 1
-  for (int64_t i = first; i < packs; i += stride) turn.push(i, words_of<T>(in + i));
+  for (int64_t i = first; i < packs; i += stride) {
+    if (i != first) own = in[i];
+    turn.push(i, words_of<T>(own));
+  }
+  turn.stamp();
   turn.count(calls);
 #pragma unroll 1
-  for (int64_t i = first; i < packs; i += stride) reinterpret_cast<P*>(out)[i] = turn.sum<T, kGroup>(i, in[i]);
+  for (int64_t i = first; i < packs; i += stride) reinterpret_cast<P*>(out)[i] = turn.sum<T, kGroup>(i, in + i);
   turn.check_stamps();
 }
 
 // With residual and norm: a row per block, and rows in turn.
-template <typename T, int kPacks, int kGroup>
-__global__ void __launch_bounds__(kNormThreadsMost)
+template <typename T, int kPacks, int kGroup, int kThreads>
+__global__ void __launch_bounds__(kThreads)
     all_reduce_norm_kernel(const __grid_constant__ Exchange e, const T* x, T* residual, const float* __restrict__ weight,
                            T* out, int rows, int width, float eps) {
   constexpr int kPack = kNormPack<T>;
@@ -226,26 +234,30 @@ __global__ void __launch_bounds__(kNormThreadsMost)
   let_kernel_behind_start();
   fetch_weights<T>(weight, width, ahead);
   wait_for_kernel_before();
+  const P* const in = reinterpret_cast<const P*>(x);
+  const int packs = width / kPack;
+  P own = threadIdx.x < packs ? in[static_cast<int64_t>(blockIdx.x) * packs + threadIdx.x] : P{};
   const int calls = e.state[blockIdx.x];
   const Turn turn{e, (calls & 1) * e.size};
-  const int packs = width / kPack;
-  turn.stamp();
 #pragma unroll 1
   for (int row = blockIdx.x; row < rows; row += gridDim.x) {
     const int64_t at = static_cast<int64_t>(row) * packs;
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int pack = threadIdx.x + i * blockDim.x;
-      if (pack < packs) turn.push(at + pack, words_of<T>(reinterpret_cast<const P*>(x) + at + pack));
+      if (pack >= packs) break;
+      if (row != blockIdx.x || i > 0) own = in[at + pack];
+      turn.push(at + pack, words_of<T>(own));
     }
   }
+  turn.stamp();
   turn.count(calls);
 #pragma unroll 1
   for (int row = blockIdx.x; row < rows; row += gridDim.x) {
     const int64_t start = static_cast<int64_t>(row) * width;
     const auto fetch = [&](int column) {
-      const P own = load_pack<T, true>(x + start + column, kPack);
-      return turn.template sum<T, kGroup>((start + column) / kPack, own);
+      const int64_t at = (start + column) / kPack;
+      return turn.template sum<T, kGroup>(at, in + at);
     };
     norm_row<T, kPacks, true>(fetch, residual + start, weight, ahead, out + start, width, eps, scratch);
     __syncthreads();  // scratch is used again

@@ -62,24 +62,24 @@ template <typename T, int kPacks, bool kWide, typename Fetch>
 __device__ __forceinline__ void norm_row(Fetch fetch, T* residual, const float* weight, const float* ahead, T* out,
                                          int width, float eps, float* scratch) {
   constexpr int kPack = kNormPack<T>;
-  float held[kPacks][kPack], square = 0.0f;
+  Pack<T, kPack> held[kPacks];
+  float square = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     const int column = (threadIdx.x + i * blockDim.x) * kPack;
     if (column >= width) break;
+    Pack<T, kPack> before;
+    if (residual != nullptr) before = load_pack<T, kWide>(residual + column, width - column);
     Pack<T, kPack> pack = fetch(column);
     if (residual != nullptr) {
-      const Pack<T, kPack> before = load_pack<T, kWide>(residual + column, width - column);
       // Rounded to T before it is normed: the next layer adds to exactly this.
 #pragma unroll
       for (int j = 0; j < kPack; ++j) pack.at[j] = from_float<T>(to_float(pack.at[j]) + to_float(before.at[j]));
       store_pack<T, kWide>(residual + column, pack, width - column);
     }
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) {
-      held[i][j] = to_float(pack.at[j]);
-      square += held[i][j] * held[i][j];
-    }
+    for (int j = 0; j < kPack; ++j) square += to_float(pack.at[j]) * to_float(pack.at[j]);
+    held[i] = pack;
   }
   const float factor = 1.0f / sqrtf(row_sum(square, scratch) / width + eps);
 #pragma unroll
@@ -90,7 +90,7 @@ __device__ __forceinline__ void norm_row(Fetch fetch, T* residual, const float* 
 #pragma unroll
     for (int j = 0; j < kPack; ++j) {
       const float scale = i == 0 ? ahead[j] : column + j < width ? weight[column + j] : 0.0f;
-      pack.at[j] = from_float<T>(held[i][j] * factor * scale);
+      pack.at[j] = from_float<T>(to_float(held[i].at[j]) * factor * scale);
     }
     store_pack<T, kWide>(out + column, pack, width - column);
   }

@@ -34,29 +34,32 @@ template <typename T, int kGroup> int run_flat(const KdtpAllReduceArgs* a) {
                       static_cast<T*>(a->out), packs);
 }
 
-template <typename T, int kPacks, int kGroup> int run_norm(const KdtpAllReduceArgs* a) {
+template <typename T, int kPacks, int kGroup, int kThreads> int run_norm(const KdtpAllReduceArgs* a) {
   const int packs = a->width / kdtp::kNormPack<T>;
   kdtp::Launch how;
   how.grid = dim3(a->rows < a->blocks ? a->rows : a->blocks);
   how.block = dim3(kPacks > 1 ? kdtp::kNormThreadsMost : (packs + 31) / 32 * 32);  // as rms_norm has them
-  return kdtp::launch(kdtp::all_reduce_norm_kernel<T, kPacks, kGroup>, how, a->stream, exchange(a),
+  return kdtp::launch(kdtp::all_reduce_norm_kernel<T, kPacks, kGroup, kThreads>, how, a->stream, exchange(a),
                       static_cast<const T*>(a->x), static_cast<T*>(a->residual), static_cast<const float*>(a->weight),
                       static_cast<T*>(a->out), (int)a->rows, (int)a->width, (float)a->eps);
 }
 
-// kGroup: so many peers' words are asked for at once.
+// kGroup: so many peers' words are asked for at once, as far as there are registers; speed counts in bfloat16, and up to
+// the 7168 columns of DeepSeek-V3 and Kimi-K2.
+constexpr int kUsualThreads = 896;
+
 template <typename T, int kGroup> int run_group(const KdtpAllReduceArgs* a) {
+  constexpr int kMost = kdtp::kNormThreadsMost;
   if (a->residual == nullptr) return run_flat<T, kGroup>(a);
+  const int64_t packs = a->width / kdtp::kNormPack<T>;
+  if (packs <= kUsualThreads) return run_norm<T, 1, kGroup, kUsualThreads>(a);
   if constexpr (sizeof(T) == 4)
-    if (a->width / kdtp::kNormPack<T> > kdtp::kNormThreadsMost) return run_norm<T, 2, kGroup>(a);
-  return run_norm<T, 1, kGroup>(a);
+    if (packs > kMost) return run_norm<T, 2, 2, kMost>(a);
+  return run_norm<T, 1, 2, kMost>(a);
 }
 
-// Registers do not suffice for four packs of float32 and a norm on sm_120; speed counts in bfloat16.
 template <typename T> int run(const KdtpAllReduceArgs* a) {
-  if constexpr (sizeof(T) == 2)
-    if (a->size > 2) return run_group<T, 4>(a);
-  return run_group<T, 2>(a);
+  return a->size <= 2 ? run_group<T, 2>(a) : run_group<T, 4>(a);
 }
 
 }  // namespace

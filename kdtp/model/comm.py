@@ -82,7 +82,8 @@ class Nccl(Gloo):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """As Comm."""
         parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        dist.all_gather(list(parts.unbind()), x.contiguous())
+        if x.numel():
+            dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1))
         return parts
 
 
