@@ -22,7 +22,7 @@ def run(size: int, backend: str, folder: Path, seconds: float) -> Found:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    environment |= {"NCCL_NVLS_ENABLE": "0"}  # no NVLink multicast
+    environment |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  # no NVLink multicast
     ranks = [_start(rank, size, backend, folder, environment) for rank in range(size)]
     try:
         codes = [process.wait(seconds) for process in ranks]
