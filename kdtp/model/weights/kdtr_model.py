@@ -49,8 +49,9 @@ class KdtrModel:
         """As Source: an array is checked as a whole, so every rank reads all of it."""
         return sum(self._reader.entries[name].nbytes for name in self._table)
 
-    def check(self, rank: int, size: int) -> None:
+    def check(self, rank: int, size: int) -> Iterator[None]:
         """As Source: nothing; every array is checked by its checksum when it is read."""
+        yield from ()
 
     def pieces(self, name: str, rank: int, size: int, device: torch.device) -> Iterator[Piece]:
         """As Source."""

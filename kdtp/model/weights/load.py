@@ -15,6 +15,7 @@ from kdtp.model.weights.table import parameters, span
 
 Progress = Callable[[int, int], None]
 CPU = torch.device("cpu")
+_CHECKED = 100  # tensors looked at between two signs of life
 _REPORTS = 256  # how often, at most, a loading rank says how far it is
 
 
@@ -32,7 +33,6 @@ class Weights:
             raise ValueError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
         if size not in source.legal_tp():
             raise ValueError(f"tp = {size}: {source.path} can be split over {source.legal_tp()} ranks")
-        source.check(rank, size)
         self.config = source.config
         self.rank, self.size = rank, size
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -43,6 +43,9 @@ class Weights:
         self._progress = progress
         self._done = self._told = 0
         self._total = source.nbytes(rank, size)
+        for count, _ in enumerate(source.check(rank, size)):
+            if count % _CHECKED == 0:  # this takes a while: it must not look like a load that hangs
+                progress(0, self._total)
 
     @property
     def vocab_start(self) -> int:

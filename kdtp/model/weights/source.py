@@ -51,8 +51,11 @@ class Source(AbstractContextManager["Source"], Protocol):
         """Bytes of the file that this rank reads for all parameters."""
         ...
 
-    def check(self, rank: int, size: int) -> None:
-        """Look at those values of this rank that could make a model that runs and is wrong; ValueError if one does."""
+    def check(self, rank: int, size: int) -> Iterator[None]:
+        """Look at those values of this rank that could make a model that runs and is wrong, one tensor at a time.
+
+        ValueError if one does.
+        """
         ...
 
     def pieces(self, name: str, rank: int, size: int, device: torch.device) -> Iterator[Piece]:
