@@ -34,6 +34,9 @@ class Added:
 class ByteLevelCodec:
     """As `Codec`. The library gets a file without the control tokens, so it can make none of plain text."""
 
+    sorts_tools = False
+    template_defaults: Mapping[str, Any] = {}
+
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         file = read_json(path)
         model = _model(file, path)

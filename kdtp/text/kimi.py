@@ -44,6 +44,10 @@ _RUN = re.compile(r"\s+|\S+")
 class KimiCodec:
     """As `Codec`. The ranks of the file, then 256 control tokens, named by tokenizer_config.json or reserved."""
 
+    # As the published class does it, before the chat template sees anything.
+    sorts_tools = True
+    template_defaults: Mapping[str, Any] = {"thinking": True, "preserve_thinking": False}
+
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         kind = settings.get("tokenizer_class", CLASS)
         if kind != CLASS:

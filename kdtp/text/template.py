@@ -17,9 +17,11 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kdtp.log import logger
 from kdtp.text.files import TextError
 from kdtp.text.marks import Marker, Marks
 from kdtp.text.tokenizer import Part, Tokenizer
+from kdtp.text.typescript import VARIABLE, declare, in_order
 
 MOST_SECONDS = 5.0  # for one rendering
 MOST_CHARACTERS = 1 << 26
@@ -100,9 +102,15 @@ class ChatTemplate:
             known = ", ".join(sorted(self.variables)) or "none"
             raise TextError(f"{unknown[0]}: the chat template reads no such variable; it reads {known}")
         name = TOOL_USE if tools and TOOL_USE in self._templates else "default"
-        given = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        defaults = self._tokenizer.template_defaults
+        values = {key: defaults[key] for key in self.variables & {*defaults}} | dict(variables or {})
+        given: dict[str, Any] = {"messages": messages, "tools": tools or None}
+        given["add_generation_prompt"] = add_generation_prompt
         try:
-            text = _run(self._templates[name], {**(variables or {}), **self._roles, **given})
+            if tools and self._tokenizer.sorts_tools:
+                given["tools"] = in_order(tools)
+                values |= _declared(given["tools"]) if VARIABLE in self.variables - {*values} else {}
+            text = _run(self._templates[name], {**values, **self._roles, **given})
         except Exception as error:  # it is a program, and not ours
             text = self._marks.show(str(error)) or type(error).__name__
             raise TextError(f"{self._where}: chat template: {text}") from None
@@ -123,6 +131,15 @@ class ChatTemplate:
             if found != self._tokenizer.split(want):
                 what = "makes a control token of parts, or handles one as text"
                 raise TextError(f"{self._where}: chat template {name!r}: {what}; such a template is not supported")
+
+
+def _declared(tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The variable of tools as TypeScript. Without it a template writes JSON, which does for what has no such form."""
+    try:
+        return {VARIABLE: declare(tools)}
+    except TextError as error:
+        logger.warning("tools are told to the model as JSON, not as TypeScript: %s", error)
+        return {}
 
 
 def _variables(parsed: nodes.Template) -> set[str]:

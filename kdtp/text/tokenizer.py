@@ -18,9 +18,12 @@ class Codec(Protocol):
 
     size: one more than the highest id. controls: name -> id of the tokens that are no text; no text encodes to one.
     hidden: those of them that are not shown. begin: ids that a text to be continued starts with, if
-    tokenizer_config.json does not say.
+    tokenizer_config.json does not say. sorts_tools: the keys of tools are sorted before a chat template sees them;
+    template_defaults: the template's variables where a caller does not set them.
     """
 
+    sorts_tools: bool
+    template_defaults: Mapping[str, Any]
     size: int
     controls: dict[str, int]
     hidden: frozenset[int]
@@ -68,6 +71,8 @@ class Tokenizer:
         self.vocab_size = codec.size
         self.controls = codec.controls
         self.hidden = codec.hidden
+        self.sorts_tools = codec.sorts_tools
+        self.template_defaults = codec.template_defaults
         self._codec = codec
         where = folder / "tokenizer_config.json"
         self.roles = role_names(settings, where)

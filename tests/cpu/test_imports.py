@@ -26,7 +26,7 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
     "kdtp.spec": ("kdtp.kernels", "kdtp.types"),
     "kdtp.draft": ("kdtp.kernels", "kdtp.model.layers", "kdtp.model.rope", *COMMON),
     "kdtp.engine": ("kdtp.model", "kdtp.spec", "kdtp.draft", "kdtp.kernels", "kdtp.version", *JOINED, *COMMON),
-    "kdtp.text": (),
+    "kdtp.text": ("kdtp.log",),
     "kdtp.grammar": ("kdtp.text", "kdtp.types"),
     "kdtp.cli": ("kdtp", "launcher"),
     "kdtp.cli.convert": ("kdtp", "reference"),

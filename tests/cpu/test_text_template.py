@@ -17,8 +17,9 @@ from tests import text_folders as folders
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
 
+# Keys in order, as Kimi's templates get them.
 TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "<b> & 'q'", "parameters": {"Stadt": "ü"}}}
+    {"function": {"description": "<b> & 'q'", "name": "weather", "parameters": {"Stadt": "ü"}}, "type": "function"}
 ]
 
 
@@ -95,7 +96,7 @@ def harmless(value):
 def test_no_text_becomes_a_control_token(pair, messages, tool):
     """Whatever the texts are, the control tokens are those of a conversation of the same shape with harmless ones."""
     tokenizer, chat, source = pair
-    tools = [{"type": "function", "function": {"name": tool}}]
+    tools = [{"function": {"name": tool}, "type": "function"}]
     parts = chat.render(messages, tools)
     controls = [part for part in parts if isinstance(part, int)]
     assert controls == [p for p in chat.render(harmless(messages), harmless(tools)) if isinstance(p, int)]
@@ -134,10 +135,9 @@ def test_kimi_conversation(tmp_path):
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "functions.weather:0", "content": "ja"},
     ]
-    declared = (
-        '[{"type":"function","function":{"name":"weather","description":"<b> & \'q\'","parameters":{"Stadt":"ü"}}}]'
-    )
-    assert chat.render(messages, TOOLS) == [
+    tools = [{"type": "function", "function": {"name": "weather", "description": "<b> & 'q'", "parameters": {}}}]
+    declared = '[{"function":{"description":"<b> & \'q\'","name":"weather","parameters":{}},"type":"function"}]'
+    assert chat.render(messages, tools) == [
         *(266, "tool_declare", 273, declared, 258, 259, "user", 273, "Regnet es?", 258),
         *(260, "assistant", 273, 267, 269, "functions.weather:0", 270, '{"a": 1}', 271, 268, 258),
         *(266, "tool", 273, "## Return of functions.weather:0\nja", 258, 260, "assistant", 273),
