@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdtp.types import Grammar
@@ -17,7 +18,8 @@ _JSON = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
 class LlMatcher:
     """As spec.grammar.Matcher."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
+        self.ends = ends
         self._matcher = matcher
 
     @property
@@ -44,12 +46,15 @@ class Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, folder: str, vocab_size: int, ends: Sequence[int]) -> None:
+    def __init__(self, folder: Path, vocab_size: int, ends: Collection[int]) -> None:
         from kdtp.text.tokenizer import load
 
         self._tokenizer = load(folder, vocab_size)
-        controls = set(self._tokenizer.controls.values()) | set(ends)
-        self.eos_token_id = ends[0]
+        self.ends = self._tokenizer.stop_ids.union(ends)
+        if not self.ends:
+            raise ValueError(f"grammar: neither the model nor {folder} names a token that ends a text")
+        controls = {*self._tokenizer.controls.values(), *self.ends}
+        self.eos_token_id = min(self.ends)
         # An id that stands for nothing would match anywhere, and for ever.
         silent = [i for i in range(vocab_size) if not self._tokenizer.token_bytes(i)]
         self.special_token_ids = sorted(controls.union(silent))
@@ -62,11 +67,13 @@ class Vocabulary:
 class Grammars:
     """Compiles the grammars of requests to one model, whose tokenizer is read when the first one comes.
 
-    folder: of the model; ends: the ids that end a text. ValueError from `compile`, naming what is missing or wrong.
+    model: its folder, or a file beside its tokenizer; ends: ids that end a text, beside the tokenizer's own. ValueError
+    from `compile`, naming what is missing or wrong.
     """
 
-    def __init__(self, folder: str, vocab_size: int, ends: Sequence[int]) -> None:
-        self._folder, self._vocab_size, self._ends = folder, vocab_size, tuple(ends)
+    def __init__(self, model: str, vocab_size: int, ends: Collection[int]) -> None:
+        self._folder = Path(model) if Path(model).is_dir() else Path(model).parent
+        self._vocab_size, self._ends = vocab_size, frozenset(ends)
         self._tokens: LLTokenizer | None = None
 
     def compile(self, grammar: Grammar) -> LlMatcher:
@@ -83,7 +90,7 @@ class Grammars:
         matcher = llguidance.LLMatcher(tokens, text, log_level=0)
         if matcher.is_error():
             raise ValueError(f"grammar: {grammar.kind}: {matcher.get_error().strip()}")
-        return LlMatcher(matcher)
+        return LlMatcher(matcher, self._ends)
 
     @staticmethod
     def _text(llguidance: Any, grammar: Grammar) -> str:
@@ -94,12 +101,11 @@ class Grammars:
     def _read(self, llguidance: Any) -> LLTokenizer:
         from kdtp.text.files import TextError
 
-        if not self._ends:
-            raise ValueError("grammar: the model names no token that ends a text")
         try:
             vocabulary = Vocabulary(self._folder, self._vocab_size, self._ends)
         except TextError as error:
             raise ValueError(f"grammar: {error}") from None
+        self._ends = vocabulary.ends
         wrapper = llguidance.TokenizerWrapper(vocabulary)
-        made: LLTokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=list(self._ends))
+        made: LLTokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=sorted(self._ends))
         return made

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtp.config import DEVICES, DRAFTERS, DTYPES, ConfigError, DrafterConfig, EngineConfig, build
-from kdtp.types import SamplingParams
+from kdtp.types import Grammar, SamplingParams
 
 _ENGINE = {
     "model": "model folder as published, or KDTR file",
@@ -48,6 +48,10 @@ _SAMPLING = (
     ("top-k", int, "keep the K most likely ids (0: all)"),
     ("min-p", float, "keep ids at least this likely, relative to the best"),
     ("seed", int, "the text is a function of prompt and seed"),
+    ("repetition-penalty", float, "above 1: against ids of prompt and output"),
+    ("presence-penalty", float, "above 0: against ids of the output"),
+    ("frequency-penalty", float, "above 0: against ids of the output, as often as they have come"),
+    ("min-tokens", int, "no end before so many"),
 )
 
 
@@ -56,6 +60,18 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for flag, kind, text in _SAMPLING:
         default = getattr(SamplingParams(), flag.replace("-", "_"))
         parser.add_argument(f"--{flag}", type=kind, default=default, help=f"{text} (default {default})")
+    grammars = parser.add_mutually_exclusive_group()
+    grammars.add_argument("--json-schema", type=Path, metavar="FILE", help="the output is JSON that matches it")
+    grammars.add_argument("--regex", metavar="PATTERN", help="the output matches it")
+
+
+def _grammar(chosen: argparse.Namespace) -> Grammar | None:
+    if chosen.json_schema is not None:
+        try:
+            return Grammar("json_schema", chosen.json_schema.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--json-schema {chosen.json_schema}: {error}") from None
+    return None if chosen.regex is None else Grammar("regex", chosen.regex)
 
 
 def sampling(
@@ -64,13 +80,10 @@ def sampling(
     """The SamplingParams of parsed flags."""
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-        top_k=chosen.top_k,
-        min_p=chosen.min_p,
-        seed=chosen.seed,
         stop_tokens=stop_tokens,
         ignore_eos=ignore_eos,
+        grammar=_grammar(chosen),
+        **{name: getattr(chosen, name) for name in (flag.replace("-", "_") for flag, *_ in _SAMPLING)},
     )
 
 

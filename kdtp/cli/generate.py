@@ -183,7 +183,9 @@ def _length(chosen: argparse.Namespace, checked: Plan, prompt: tuple[int, ...]) 
 def _golden_for(job: Job) -> Golden | None:
     """The part of the golden continuation that this request must give, if it is one of that text."""
     golden = job.plan.golden
-    if golden is None or job.prompt != golden.prompt or job.params.temperature != 0.0 or job.stops:
+    rule = job.params.rule(len(job.prompt), job.stop_ids)
+    other = rule.temperature != 0.0 or rule.edits or job.params.grammar is not None or bool(job.stops)
+    if golden is None or job.prompt != golden.prompt or other:
         return None
     end = next((i for i, token in enumerate(golden.tokens, 1) if token in job.stop_ids), len(golden.tokens))
     end = min(end, job.params.max_tokens)

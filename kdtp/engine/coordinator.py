@@ -60,6 +60,7 @@ class Coordinator:
             if self._compile is None:
                 raise ValueError("grammar: this engine has none")
             request.matcher = self._compile(request.params.grammar)
+            request.stops |= request.matcher.ends
             request.follow(request.tokens)
         self.scheduler.submit(request)
         self.counters["requests"] += 1

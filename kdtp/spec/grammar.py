@@ -11,12 +11,15 @@ from kdtp.types import ROOT, Tree
 class Matcher(Protocol):
     """A grammar at some place of a text.
 
-    mask: bit i of byte i // 8 says whether id i may come next; nothing is allowed once the grammar has failed, for a
-    reason that `error` then tells. advance: go on by an allowed token; rollback: take back the last ones.
+    ends: ids that end a text, allowed where it matches. mask: bit i of byte i // 8 says whether id i may come next;
+    nothing is allowed once the grammar has failed, for a reason that `error` then tells. advance: go on by an allowed
+    token, not an end; rollback: take back the last ones.
     """
 
     @property
     def error(self) -> str: ...
+    @property
+    def ends(self) -> frozenset[int]: ...
     def mask(self) -> bytes: ...
     def advance(self, token: int) -> None: ...
     def rollback(self, count: int) -> None: ...

@@ -65,6 +65,19 @@ def test_a_text_is_answered_by_the_chat_template(capsys, model):
     assert same["tokens"] == out["tokens"] and same["text"] == out["text"]
 
 
+def test_output_as_asked(capsys, model, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}},'
+                      ' "required": ["n"], "additionalProperties": false}')  # fmt: skip
+    for drafter in ((), NGRAM):
+        out = generate(capsys, model, QUESTION, "--json-schema", schema, "--max-tokens", 200, *drafter, "--check")
+        assert set(json.loads(out["text"])) == {"n"} and out["finish_reason"] == "stop" and out["matches_ar"]
+    out = generate(capsys, model, QUESTION, "--regex", "ja|nein", "--frequency-penalty", 1, "--min-tokens", 2)
+    assert out["text"] in ("ja", "nein")
+    assert main(["generate", "--model", str(model), QUESTION, "--json-schema", str(tmp_path / "none")]) != 0
+    assert "--json-schema" in capsys.readouterr().err
+
+
 def test_a_text_is_continued(capsys, model, monkeypatch):
     tokenizer = load(model.parent)
     out = generate(capsys, model, QUESTION, "--raw", "--max-tokens", 5)
