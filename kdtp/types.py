@@ -1,4 +1,4 @@
-"""The nouns of kdtp: trees, proposals, rules and rows, and the invariants of each.
+"""The nouns of kdtp: trees, rules and rows, and the invariants of each.
 
 Dimension letters used everywhere: M tree nodes or query rows, B sequences, V vocabulary, L draft depth,
 K candidates per depth, R rows whose next token is chosen. A *row* is a place in the KV cache, a *position* is the
@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
-
-if TYPE_CHECKING:
-    import torch
 
 PAGE_ROWS = 64  # rows of latent KV in one page, on every rank
 ROOT = -1  # "parent" of node 0
@@ -81,37 +77,6 @@ class Path(Struct, frozen=True):
 
     rows: tuple[int, ...]
     bonus: int
-
-
-@dataclass(frozen=True)
-class Marginals:
-    """A drafter's per-depth distributions: the K best of each depth, by (logit descending, id ascending).
-
-    lp  float32 [L, K]: log-probability under the full softmax of that depth, never above 0 (-inf: not a candidate)
-    ids int64   [L, K]: token ids
-    """
-
-    lp: torch.Tensor
-    ids: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Trie:
-    """Candidates whose scores depend on their parent, as n-gram lookup and DFlash2 give them.
-
-    Node i + 1 has tokens[i], the parent parents[i] (0 is the root, which is not listed; parents[i] <= i) and
-    lp[i] <= 0, its log-probability given that parent. Siblings have distinct tokens.
-    """
-
-    tokens: Sequence[int]
-    parents: Sequence[int]
-    lp: Sequence[float]
-
-    def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.parents) == len(self.lp), "a trie's lists differ in length"
-
-
-Proposal = Marginals | Trie
 
 
 Bias: TypeAlias = tuple[tuple[Token, float], ...]

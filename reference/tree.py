@@ -50,6 +50,15 @@ class Trie:
 
 
 @dataclass(frozen=True)
+class Conditionals:
+    """Scores given the parent's token: lp float32 [L, K, K] of candidate c of depth d + 1 given candidate p of depth d
+    (row 0 alone counts at d = 0, where the root precedes), ids int64 [L, K], distinct in a depth."""
+
+    lp: np.ndarray
+    ids: np.ndarray
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A token that may follow a prefix; `state` says which candidates follow it (a depth, or a node of the trie)."""
 
@@ -58,7 +67,7 @@ class Candidate:
     state: int
 
 
-Proposal = Marginals | Trie
+Proposal = Marginals | Trie | Conditionals
 
 
 def marginals(logits: np.ndarray, k: int) -> Marginals:
@@ -75,6 +84,8 @@ def candidates(proposal: Proposal | None) -> list[list[Candidate]]:
         return [[]]
     if isinstance(proposal, Trie):
         return trie_candidates(proposal)
+    if isinstance(proposal, Conditionals):
+        return conditional_candidates(proposal)
     table: list[list[Candidate]] = []
     for depth, (lp, ids) in enumerate(zip(proposal.lp, proposal.ids, strict=True), start=1):
         if np.isnan(lp).any() or np.isposinf(lp).any():
@@ -92,6 +103,24 @@ def trie_candidates(trie: Trie) -> list[list[Candidate]]:
         if np.isfinite(lp):
             table[parent].append(Candidate(min(lp, np.float32(0)), token, i + 1))
     return [sorted(siblings, key=lambda c: (-c.lp, c.token)) for siblings in table]
+
+
+def conditional_candidates(proposal: Conditionals) -> list[list[Candidate]]:
+    """State 1 + d * K + p is candidate p of depth d + 1; its siblings' rank order depends on their parent."""
+    width, states = proposal.ids.shape[1], proposal.ids.size + 1
+    table: list[list[Candidate]] = [[] for _ in range(states)]
+    for state in range(states - width):
+        d, p = (0, 0) if state == 0 else (1 + (state - 1) // width, (state - 1) % width)
+        row = proposal.lp[d, p]
+        if np.isnan(row).any() or np.isposinf(row).any():
+            continue  # nothing is known of what follows this token
+        found = [
+            Candidate(min(lp, np.float32(0)), int(token), 1 + d * width + c)
+            for c, (lp, token) in enumerate(zip(row, proposal.ids[d], strict=True))
+            if np.isfinite(lp)
+        ]
+        table[state] = sorted(found, key=lambda c: (-c.lp, c.token))
+    return table
 
 
 def build(proposal: Proposal | None, root: int, budget: int, max_depth: int) -> Tree:

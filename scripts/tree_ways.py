@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from kdtp.kernels import abi
+from kdtp.proposals import Marginals
 from kdtp.spec import tree
-from kdtp.types import ROOT, Marginals
+from kdtp.types import ROOT
 
 START = 1000  # position of every root
 IN_GRAPH = 20  # builds in one graph

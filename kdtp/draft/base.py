@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kdtp.types import Proposal
+from kdtp.proposals import Proposal
 
 
 @dataclass(frozen=True)

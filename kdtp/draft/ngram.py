@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kdtp.config import DrafterConfig
 from kdtp.draft.base import Ask
-from kdtp.types import Proposal, Trie
+from kdtp.proposals import Proposal, Trie
 
 
 class _Text:

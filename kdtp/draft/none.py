@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kdtp.draft.base import Ask
-from kdtp.types import Proposal
+from kdtp.proposals import Proposal
 
 
 class Nothing:

@@ -11,7 +11,7 @@ import torch
 
 from kdtp.config import DrafterConfig
 from kdtp.draft.base import Ask
-from kdtp.types import Marginals, Proposal
+from kdtp.proposals import Marginals, Proposal
 
 
 @dataclass

@@ -18,9 +18,10 @@ from kdtp.engine.request import Request
 from kdtp.engine.scheduler import Scheduler, Step, Turn
 from kdtp.log import logger
 from kdtp.messages import Failed, Finished
+from kdtp.proposals import Proposal
 from kdtp.spec import accept, tree
 from kdtp.spec.grammar import Matcher, constrain
-from kdtp.types import NO_TOKEN, ROOT, Grammar, Move, Proposal, SeqRows, TokenIds, Tree, depths
+from kdtp.types import NO_TOKEN, ROOT, Grammar, Move, SeqRows, TokenIds, Tree, depths
 
 Compile = Callable[[Grammar], Matcher]
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from kdtp.types import ROOT, Marginals, Proposal, Tree, Trie
+from kdtp.proposals import Conditionals, Marginals, Proposal, Trie
+from kdtp.types import ROOT, Tree
 
 
 class _Ranked(NamedTuple):
@@ -30,14 +31,15 @@ class _Ranked(NamedTuple):
 
 
 _NONE = _Ranked((), (), ())
-_States = Callable[[int], _Ranked]  # what follows in a state: a depth of Marginals, a node of a Trie; 0 is the root's
+_States = Callable[[int], _Ranked]  # what follows in a state: a depth, a candidate, a node; 0 is the root's
 
 
 def build(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
     """The tree of the `budget` best nodes (root not counted) no deeper than `max_depth`.
 
-    A candidate whose log-probability or score is not finite is never taken; a depth of Marginals that holds a NaN or
-    +inf is unusable, and all deeper ones. The result may be the root alone, which is legal everywhere.
+    A candidate whose log-probability or score is not finite is never taken. A depth of Marginals that holds a NaN or
+    +inf is unusable, and all deeper ones; so is what Conditionals say of what follows a token. The result may be the
+    root alone, which is legal everywhere.
     """
     return _best_first(_states(proposal, None), root, budget, max_depth)
 
@@ -70,7 +72,13 @@ def _best_first(states: _States, root: int, budget: int, max_depth: int) -> Tree
 
 
 def _states(proposal: Proposal, width: int | None) -> _States:
-    return _of_marginals(proposal, width) if isinstance(proposal, Marginals) else _of_trie(proposal, width)
+    match proposal:
+        case Marginals():
+            return _of_marginals(proposal, width)
+        case Conditionals():
+            return _of_conditionals(proposal, width)
+        case Trie():
+            return _of_trie(proposal, width)
 
 
 def _of_marginals(proposal: Marginals, width: int | None) -> _States:
@@ -86,6 +94,24 @@ def _of_marginals(proposal: Marginals, width: int | None) -> _States:
     return table.__getitem__
 
 
+def _of_conditionals(proposal: Conditionals, width: int | None) -> _States:
+    """State 1 + d * K + p: candidate p of depth d + 1 was taken."""
+    lp, ids = proposal.lp.tolist(), proposal.ids.tolist()
+    size = proposal.ids.shape[1]
+
+    def group(state: int) -> _Ranked:
+        d, p = (0, 0) if state == 0 else (1 + (state - 1) // size, (state - 1) % size)
+        if d == len(ids):
+            return _NONE
+        row = lp[d][p]
+        if not sum(row) < math.inf:
+            return _NONE  # a NaN or +inf: nothing is known of what follows this token
+        first = 1 + d * size
+        return _sorted([(max(-x, 0.0), ids[d][c], first + c) for c, x in enumerate(row) if x > -math.inf], width)
+
+    return group
+
+
 def _of_trie(proposal: Trie, width: int | None) -> _States:
     children: list[list[int]] = [[] for _ in range(len(proposal.tokens) + 1)]
     for i, parent in enumerate(proposal.parents):
@@ -96,14 +122,19 @@ def _of_trie(proposal: Trie, width: int | None) -> _States:
     def group(node: int) -> _Ranked:
         # Sorted when the tree gets there: it visits few of a large trie's nodes.
         found = [(max(-lp[i], 0.0), tokens[i], i + 1) for i in children[node] if -math.inf < lp[i] < math.inf]
-        if not found:
-            return _NONE
-        found.sort()
-        best = _Ranked(*zip(*found[:width], strict=True))
-        assert len(set(best.ids)) == len(best.ids), f"siblings share a token: {found}"
-        return best
+        return _sorted(found, width)
 
     return group
+
+
+def _sorted(found: list[tuple[float, int, int]], width: int | None) -> _Ranked:
+    """The best `width` of (cost, token, state), in rank order."""
+    if not found:
+        return _NONE
+    found.sort()
+    best = _Ranked(*zip(*found[:width], strict=True))
+    assert len(set(best.ids)) == len(best.ids), f"siblings share a token: {found}"
+    return best
 
 
 def build_level_synchronous(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kdtp.config import DrafterConfig
 from kdtp.draft import Ask, make
+from kdtp.proposals import Trie
 from kdtp.spec import accept, tree
-from kdtp.types import Trie
 
 
 def drafter_of(text: list[int], **settings):

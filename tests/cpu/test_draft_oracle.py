@@ -8,8 +8,9 @@ import torch
 
 from kdtp.config import DrafterConfig
 from kdtp.draft import Ask, Drafter, make
+from kdtp.proposals import Marginals
 from kdtp.spec import accept, tree
-from kdtp.types import ROOT, Marginals, Tree
+from kdtp.types import ROOT, Tree
 
 VOCAB = 50
 PROMPT = (3, 1, 4)

@@ -13,18 +13,27 @@ import pytest
 
 from tests.conftest import ROOT
 
-JOINED = ("kdtp.messages", "kdtp.grammar")
+JOINED = ("kdtp.messages", "kdtp.grammar", "kdtp.proposals")
 COMMON = ("kdtp.types", "kdtp.config", "kdtp.log")
 ALLOWED = {  # a module or package, and the modules and packages of this repository it may import beside itself
     "kdtp.version": (),
     "kdtp.types": (),
+    "kdtp.proposals": (),
     "kdtp.messages": ("kdtp.types",),
     "kdtp.config": ("kdtp.types",),
     "kdtp.log": (),
     "kdtp.kernels": ("kdtp.types",),
     "kdtp.model": ("kdtp.kernels", *COMMON),
-    "kdtp.spec": ("kdtp.kernels", "kdtp.types"),
-    "kdtp.draft": ("kdtp.kernels", "kdtp.model.layers", "kdtp.model.rope", *COMMON),
+    "kdtp.spec": ("kdtp.kernels", "kdtp.types", "kdtp.proposals"),
+    "kdtp.draft": (
+        "kdtp.kernels",
+        "kdtp.model.layers",
+        "kdtp.model.rope",
+        "kdtp.model.comm",
+        "kdtp.model.weights",
+        "kdtp.proposals",
+        *COMMON,
+    ),
     "kdtp.engine": ("kdtp.model", "kdtp.spec", "kdtp.draft", "kdtp.kernels", "kdtp.version", *JOINED, *COMMON),
     "kdtp.text": ("kdtp.log",),
     "kdtp.grammar": ("kdtp.text", "kdtp.types"),
@@ -47,7 +56,8 @@ THIRD_PARTY = {  # what the rooms that must stand alone may use beside the stand
     "kdtp.log": (),
     "kdtp.config": ("msgspec",),
     "kdtp.messages": ("msgspec",),
-    "kdtp.types": ("msgspec", "torch"),  # torch for a type checker only, which another test holds
+    "kdtp.types": ("msgspec",),
+    "kdtp.proposals": ("torch",),  # for a type checker only, which another test holds
     "kdtp.spec": ("torch",),
     "kdtp.grammar": ("llguidance",),
     "kdtp.text": ("tokenizers", "tiktoken", "jinja2"),
@@ -248,7 +258,7 @@ def test_commands_that_answer_at_once_do_not_import_torch(command: list[str]) ->
 
 
 def test_modules_that_do_not_import_torch() -> None:
-    names = "kdtp, kdtp.types, kdtp.messages, kdtp.config, kdtp.log, kdtp.version, kdtp.engine.rpc"
+    names = "kdtp, kdtp.types, kdtp.proposals, kdtp.messages, kdtp.config, kdtp.log, kdtp.version, kdtp.engine.rpc"
     names += ", kdtp.model.weights.kdtr"
     code = f"import sys; sys.modules['torch'] = None; import {names}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

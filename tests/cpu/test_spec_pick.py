@@ -8,8 +8,9 @@ import pytest
 import torch
 from msgspec import structs
 
+from kdtp.proposals import Trie
 from kdtp.spec import accept, mask, pick, tree
-from kdtp.types import NO_TOKEN, ROOT, Rule, Tree, Trie
+from kdtp.types import NO_TOKEN, ROOT, Rule, Tree
 
 INF, NAN = math.inf, math.nan
 LAWS = [

@@ -10,8 +10,9 @@ import reference.accept
 import reference.mask
 import reference.pick
 import reference.tree
+from kdtp.proposals import Conditionals, Marginals, Trie
 from kdtp.spec import accept, mask, pick, tree
-from kdtp.types import Marginals, Rule, Trie
+from kdtp.types import Rule
 
 
 def random_marginals(rng: np.random.Generator) -> reference.tree.Marginals:
@@ -34,6 +35,19 @@ def random_trie(rng: random.Random) -> Trie:
     return Trie([t for _, t in edges], [p for p, _ in edges], list(edges.values()))
 
 
+def random_conditionals(rng: np.random.Generator) -> reference.tree.Conditionals:
+    """Sharp or tied scores after each token, some of them unusable."""
+    length, width = rng.integers(0, 5), rng.choice([1, 3, 6])
+    lp = -np.abs(rng.standard_normal((length, width, width)) * rng.choice([0.1, 1, 5])).astype(np.float32)
+    if rng.random() < 0.5:
+        lp = np.round(lp)
+    if length and rng.random() < 0.3:
+        at = tuple(rng.integers(0, size) for size in lp.shape)
+        lp[at] = rng.choice([np.nan, np.inf, -np.inf])
+    ids = np.argsort(rng.standard_normal((length, 40)), axis=1)[:, :width]
+    return reference.tree.Conditionals(lp, ids)
+
+
 @pytest.mark.parametrize("shape", ["build", "chain"])
 def test_trees_masks_and_walks(shape):
     rng, choice = np.random.default_rng(0), random.Random(0)
@@ -41,8 +55,9 @@ def test_trees_masks_and_walks(shape):
     for _ in range(250):
         budget, depth = choice.choice((0, 1, 7, 16, 64)), choice.randint(0, 9)
         want_of = random_marginals(rng)
-        trie = random_trie(choice)
+        trie, scored = random_trie(choice), random_conditionals(rng)
         pairs = [
+            (Conditionals(torch.from_numpy(scored.lp), torch.from_numpy(scored.ids)), scored),
             (Marginals(torch.from_numpy(want_of.lp), torch.from_numpy(want_of.ids)), want_of),
             (trie, reference.tree.Trie(trie.tokens, trie.parents, trie.lp)),
         ]

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kdtp.proposals import Conditionals, Marginals, Trie
 from kdtp.spec import tree
-from kdtp.types import ROOT, Marginals, Tree, Trie
+from kdtp.types import ROOT, Tree
 
 INF, NAN = math.inf, math.nan
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
@@ -247,6 +248,19 @@ def test_a_trie_of_all_paths_gives_the_tree_of_the_marginals(proposal, budget, m
     trie = Trie(tokens, parents, lp)
     assert tree.build(trie, 1, budget, max_depth) == tree.build(proposal, 1, budget, max_depth)
     assert tree.chain(trie, 1, budget, max_depth) == tree.chain(proposal, 1, budget, max_depth)
+
+
+def test_scores_after_one_another():
+    """Token 7 is best at depth 2 after token 5, token 8 after token 6; nothing is known after 5, 7."""
+    first = [[-1.0, -2.0], [NAN, NAN]]  # only the root precedes
+    second = [[-0.25, -4.0], [-3.0, -0.5]]
+    third = [[NAN, -0.1], [-0.75, -0.75]]
+    proposal = Conditionals(torch.tensor([first, second, third]), torch.tensor([[5, 6], [7, 8], [4, 3]]))
+    got = tree.build(proposal, 9, 9, 9)
+    assert got.tokens == (9, 5, 7, 6, 8, 3, 4, 8, 7, 3)
+    assert got.parents == (ROOT, 0, 1, 0, 3, 4, 4, 1, 3, 7)
+    assert tree.build(proposal, 9, 3, 1).tokens == (9, 5, 6)
+    assert tree.chain(proposal, 9, 9, 9).tokens == (9, 5, 7)
 
 
 @PROPERTY

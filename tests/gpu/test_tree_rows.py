@@ -9,8 +9,9 @@ import torch
 from kdtp import kernels
 from kdtp.kernels.abi import KernelError
 from kdtp.kernels.tree import Trees
+from kdtp.proposals import Marginals
 from kdtp.spec import accept, mask, tree
-from kdtp.types import Marginals, Tree
+from kdtp.types import Tree
 from tests.gpu.cases_tree import STYLES, choices, marginals
 
 LENGTH, WIDTH, MAX_NODES = 8, 40, 200

@@ -1,0 +1,57 @@
+"""What a drafter proposes: candidates for the next tokens of a sequence, and how their scores depend on one another.
+
+Letters as in kdtp.types. What a tree is made of them is kdtp.spec.tree's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Marginals:
+    """A drafter's per-depth distributions: the K best of each depth, by (logit descending, id ascending).
+
+    lp  float32 [L, K]: log-probability under the full softmax of that depth, never above 0 (-inf: not a candidate)
+    ids int64   [L, K]: token ids
+    """
+
+    lp: torch.Tensor
+    ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Trie:
+    """Candidates whose scores depend on their parent, as n-gram lookup gives them.
+
+    Node i + 1 has tokens[i], the parent parents[i] (0 is the root, which is not listed; parents[i] <= i) and
+    lp[i] <= 0, its log-probability given that parent. Siblings have distinct tokens.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    lp: Sequence[float]
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents) == len(self.lp), "a trie's lists differ in length"
+
+
+@dataclass(frozen=True)
+class Conditionals:
+    """A drafter's K candidates of each depth, scored given each candidate of the depth before, as DFlash2 gives them.
+
+    lp  float32 [L, K, K]: lp[d, p, c] <= 0, log-probability of candidate c of depth d + 1 after candidate p of depth
+    d; at d = 0 row 0 alone counts: the root precedes (-inf: not a candidate)
+    ids int64   [L, K]: token ids, distinct in a depth
+    """
+
+    lp: torch.Tensor
+    ids: torch.Tensor
+
+
+Proposal = Marginals | Trie | Conditionals
