@@ -47,7 +47,7 @@ def _want_in(least: float, most: float, key: str, value: float) -> None:
     _want(least <= value <= most, key, value, f"{least}..{most}")  # NaN is in no range
 
 
-def _check_ranges(config: object, prefix: str = "") -> None:
+def check_ranges(config: object, prefix: str = "") -> None:
     for key, hint in typing.get_type_hints(type(config), include_extras=True).items():
         for legal in getattr(hint, "__metadata__", ()):
             _want_in(legal.least, legal.most, prefix + key, getattr(config, key))
@@ -77,7 +77,7 @@ class YarnConfig:
     mscale_all_dim: Annotated[float, Range(0.0, 100.0)] = 0.0
 
     def __post_init__(self) -> None:
-        _check_ranges(self, "rope_scaling.")
+        check_ranges(self, "rope_scaling.")
         _want(self.beta_slow <= self.beta_fast, "rope_scaling.beta_slow", self.beta_slow, f"at most {self.beta_fast}")
 
 
@@ -117,7 +117,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_ranges(self)
+        check_ranges(self)
         layers = self.num_hidden_layers
         _want_in(0, layers, "first_k_dense_replace", self.first_k_dense_replace)
         _want(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "even")
@@ -228,7 +228,7 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         _want(self.name in DRAFTERS, "drafter", self.name, f"one of {', '.join(DRAFTERS)}")
-        _check_ranges(self, "drafter.")
+        check_ranges(self, "drafter.")
         _want(self.shape in ("tree", "chain"), "drafter.shape", self.shape, "tree or chain")
         legal = 1 <= len(self.hit) <= _DEEPEST and all(0.0 <= p <= 1.0 for p in self.hit)
         _want(legal, "drafter.hit", self.hit, f"1..{_DEEPEST} probabilities 0..1")
@@ -277,7 +277,7 @@ class EngineConfig:
         _want(bool(self.model) and "\0" not in self.model, "model", self.model, "a path")
         _want(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         _want(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        _check_ranges(self)
+        check_ranges(self)
 
     def pages(self, model: ModelConfig) -> int:
         """KV pages per rank."""

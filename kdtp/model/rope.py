@@ -18,7 +18,8 @@ def tables(
     One table for all forwards: what a position gets cannot depend on its neighbours.
     """
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * inverse_frequencies(config)
-    cos, sin = (angles.cos() * _amplitude(config)).float(), (angles.sin() * _amplitude(config)).float()
+    scale = amplitude(config.rope_scaling)
+    cos, sin = (angles.cos() * scale).float(), (angles.sin() * scale).float()
     if device is not None and device.type != "cpu":
         return cos.to(device), sin.to(device)
     return torch.cat([cos, cos], 1).unsqueeze(1), torch.cat([-sin, sin], 1).unsqueeze(1)
@@ -32,31 +33,33 @@ def softmax_scale(config: ModelConfig) -> float:
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Radians per position of each pair, float64 [rope / 2]. YaRN: arXiv 2309.00071, as modeling_deepseek_v3."""
-    dim, yarn = config.qk_rope_head_dim, config.rope_scaling
+    """Radians per position of each pair, float64 [rope / 2]."""
+    return frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
+
+
+def frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> torch.Tensor:
+    """As above, for heads of `dim` rotated dimensions. YaRN: arXiv 2309.00071, as modeling_deepseek_v3."""
     pairs = torch.arange(dim // 2, dtype=torch.float64)
-    frequencies = config.rope_theta ** (-2 * pairs / dim)
+    plain = theta ** (-2 * pairs / dim)
     if yarn is None:
-        return frequencies
-    low = max(math.floor(_pair(config, yarn, yarn.beta_fast)), 0)
-    high: float = min(math.ceil(_pair(config, yarn, yarn.beta_slow)), dim - 1)
+        return plain
+    low = max(math.floor(_pair(dim, theta, yarn, yarn.beta_fast)), 0)
+    high: float = min(math.ceil(_pair(dim, theta, yarn, yarn.beta_slow)), dim - 1)
     if low == high:
         high += 0.001
     ramp = ((pairs - low) / (high - low)).clamp(0, 1)
-    return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
+    return plain / yarn.factor * ramp + plain * (1 - ramp)
 
 
-def _pair(config: ModelConfig, yarn: YarnConfig, rotations: float) -> float:
+def _pair(dim: int, theta: float, yarn: YarnConfig, rotations: float) -> float:
     """The fractional pair that turns `rotations` times within the original context."""
-    turns = yarn.original_max_position_embeddings / (2 * math.pi * rotations)
-    return config.qk_rope_head_dim * math.log(turns) / (2 * math.log(config.rope_theta))
+    return dim * math.log(yarn.original_max_position_embeddings / (2 * math.pi * rotations)) / (2 * math.log(theta))
 
 
 def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
-def _amplitude(config: ModelConfig) -> float:
-    """What cos and sin are multiplied by; 1 for every published model."""
-    yarn = config.rope_scaling
+def amplitude(yarn: YarnConfig | None) -> float:
+    """What cos and sin are multiplied by; 1 for every published target."""
     return 1.0 if yarn is None else _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)

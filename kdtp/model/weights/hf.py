@@ -56,7 +56,7 @@ class Checkpoint:
         self.path = folder
         self.config: HfConfig = hf_config.read(folder)
         self.model: ModelConfig = self.config.model
-        self._files = _open(folder)
+        self._files = open_shards(folder)
         self._where = self._by_name()
         self.origins = hf_table.origins(self.model, self.config.tied)
         used = {name for group in self.origins.values() for origin in group for name in self._checked(origin)}
@@ -233,7 +233,7 @@ def _packed(origin: Origin) -> str:
     return f"{_base(origin)}.weight_packed"
 
 
-def _open(folder: Path) -> list[File]:
+def open_shards(folder: Path) -> list[File]:
     """All shards: those that the index names, or the only one."""
     index = folder / INDEX
     if not index.exists():
