@@ -14,6 +14,7 @@ from kdtp.version import __version__
 COMMANDS = {
     "generate": "answer or continue a text, or a prompt of token ids",
     "chat": "talk with a model on the terminal",
+    "serve": "answer OpenAI's API over HTTP",
     "engine": "run coordinator and workers, print the RPC address",
     "build-kernels": "compile the CUDA kernels with nvcc",
     "inspect": "show what is in a KDTR file or a model folder",
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: Sequence[str]) -> int:
-    if given[:1] == ["engine"]:
+    if given[:1] in (["engine"], ["serve"]):
         # A service that is told to end has ended in good order, also when it had only begun to import.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: os._exit(0))
@@ -79,6 +80,10 @@ def _module(command: str) -> ModuleType:
         from kdtp.cli import chat
 
         return chat
+    if command == "serve":
+        from kdtp.cli import serve
+
+        return serve
     if command == "engine":
         from kdtp.cli import engine
 

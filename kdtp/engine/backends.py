@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from kdtp.engine import rundir
+from kdtp.engine.child import Child
 from kdtp.engine.plan import Plan
 from kdtp.engine.request import Request
-from kdtp.engine.rpc import Client, EngineBusy, EngineDead, Labelled, Reply
+from kdtp.engine.rpc import Client, EngineBusy, Labelled, Reply
 from kdtp.engine.scheduler import QueueFull
 from kdtp.messages import Terminal
 from kdtp.types import SamplingParams
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[int, int], None]
 _MOMENT = 0.2  # seconds that `wait` waits for a process, so that a user who wants to stop is soon heard
-_END_TIMEOUT = 5.0  # seconds for a group of processes to end; its own bounds are tighter
 
 
 class Backend(Protocol):
@@ -108,20 +104,11 @@ class InProcess:
 
 
 class Group:
-    """A `kdtp engine` process of our own with its coordinator and workers. It ends when our end of its stdin closes."""
+    """A `kdtp engine` process of our own with its coordinator and workers."""
 
     def __init__(self, plan: Plan, tell: OnProgress) -> None:
-        self._folder = rundir.create()
-        settings = self._folder / rundir.SETTINGS
-        settings.write_text(json.dumps(plan.config.mapping()))
-        command = [sys.executable, "-m", "kdtp", "engine", "--config", str(settings), "--run-dir", str(self._folder)]
-        self._process = subprocess.Popen(
-            [*command, "--end-with-stdin", "--log-level", "warning"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._client = Client(rundir.endpoint(self._folder, "rpc"), self._alive)
+        self._child = Child(plan)
+        self._client = Client(self._child.address, self._child.check)
         try:
             self._wait_until_ready(plan.config.load_timeout, tell)
         except BaseException:
@@ -137,11 +124,6 @@ class Group:
             state = status.state
             time.sleep(0.05)
 
-    def _alive(self) -> None:
-        code = self._process.poll()
-        if code is not None:
-            raise EngineDead(f"the engine's processes ended with code {code}; its log says why")
-
     def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int:
         return self._client.submit(prompt, params, speculate, want_logits)
 
@@ -156,12 +138,6 @@ class Group:
         self._client.forget(request)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(_END_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_END_TIMEOUT)
+        self._child.end()
         self._client.close()
-        rundir.remove(self._folder)
+        self._child.tidy()

@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
             position = len(request.tokens) - len(self.emitted)
             yield Event(Tokens(request.id, position, tuple(self.emitted), known, shape), raw)
         if self.broken:
-            yield Event(Failed(request.id, "engine", self._problem()))
+            yield Event(Failed(request.id, "no_token", self._problem()))
         elif self.reason is not None:
             yield Event(Finished(request.id, self.reason, request.usage()))
 

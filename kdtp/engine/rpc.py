@@ -108,9 +108,13 @@ class Client:
 
     alive: called while waiting; it raises when the caller knows that the engine is gone. silence: seconds without a
     sign of life after which the engine counts as dead. An engine on this machine that ends is noticed at once.
+    wake: a file that ends the wait of `poll` once it can be read; whoever waits empties it.
+    `latest`: the last Status that came.
     """
 
-    def __init__(self, address: str, alive: Callable[[], None] | None = None, silence: float = 60.0) -> None:
+    def __init__(
+        self, address: str, alive: Callable[[], None] | None = None, silence: float = 60.0, wake: int | None = None
+    ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         tune(self._socket)
@@ -118,13 +122,16 @@ class Client:
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        self._wake = wake
+        if wake is not None:
+            self._poller.register(wake, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._alive = alive or (lambda: None)
         self._silence = silence
         self._heard = time.monotonic()
         self._labels = 0
         self._events: dict[int, deque[Reply]] = {}
-        self._status: Status | None = None
+        self.latest: Status | None = None
         self._engine: int | None = None  # pidfd of the coordinator
         self._send(StatusQuery())
 
@@ -161,14 +168,21 @@ class Client:
 
     def status(self, timeout: float = 10.0) -> Status:
         """The engine's picture of itself; EngineDead after `timeout` seconds without an answer."""
-        self._status = None
+        before, self.latest = self.latest, None
         deadline = time.monotonic() + timeout
+        self.ask()
+        try:
+            while self.latest is None:
+                if time.monotonic() > deadline:
+                    raise EngineDead(f"no status within {timeout:.0f} s")
+                self._pump(0.2)
+            return self.latest
+        finally:
+            self.latest = self.latest or before
+
+    def ask(self) -> None:
+        """Ask for a Status, which will be `latest`, without waiting for it."""
         self._send(StatusQuery(self._labels))
-        while self._status is None:
-            if time.monotonic() > deadline:
-                raise EngineDead(f"no status within {timeout:.0f} s")
-            self._pump(0.2)
-        return self._status
 
     def events(self, request: int) -> Iterator[Reply]:
         """The request's events up to its terminal one."""
@@ -216,7 +230,7 @@ class Client:
         elif self._engine in ready:
             self._alive()
             raise EngineDead("the engine has ended")
-        else:
+        elif self._wake not in ready:
             self._alive()
             if time.monotonic() - self._heard > self._silence:
                 raise EngineDead(f"no sign of life from the engine for {self._silence:.0f} s")
@@ -231,7 +245,7 @@ class Client:
 
     def _sort(self, message: FromEngine, frame: bytes | None) -> None:
         if isinstance(message, Status):
-            self._status = message
+            self.latest = message
             self._watch(message.pid)
             self._find_lost(message)
         elif message.request in self._events:

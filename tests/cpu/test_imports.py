@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 
 JOINED = ("kdtp.messages", "kdtp.grammar", "kdtp.proposals")
 COMMON = ("kdtp.types", "kdtp.config", "kdtp.log")
+CLIENT_SIDE = ("kdtp.engine.rpc", "kdtp.engine.child", "kdtp.engine.plan")  # no torch
 ALLOWED = {  # a module or package, and the modules and packages of this repository it may import beside itself
     "kdtp.version": (),
     "kdtp.types": (),
@@ -37,6 +38,7 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
     "kdtp.engine": ("kdtp.model", "kdtp.spec", "kdtp.draft", "kdtp.kernels", "kdtp.version", *JOINED, *COMMON),
     "kdtp.text": ("kdtp.log",),
     "kdtp.grammar": ("kdtp.text", "kdtp.types"),
+    "kdtp.server": (*CLIENT_SIDE, "kdtp.text", "kdtp.messages", "kdtp.version", *COMMON),
     "kdtp.cli": ("kdtp", "launcher"),
     "kdtp.cli.convert": ("kdtp", "reference"),
     "kdtp.__main__": ("kdtp", "launcher"),
@@ -61,6 +63,7 @@ THIRD_PARTY = {  # what the rooms that must stand alone may use beside the stand
     "kdtp.spec": ("torch",),
     "kdtp.grammar": ("llguidance",),
     "kdtp.text": ("tokenizers", "tiktoken", "jinja2"),
+    "kdtp.server": ("msgspec", "starlette", "uvicorn"),
     "launcher": ("torch",),
     "reference": ("numpy",),
 }
@@ -259,7 +262,7 @@ def test_commands_that_answer_at_once_do_not_import_torch(command: list[str]) ->
 
 def test_modules_that_do_not_import_torch() -> None:
     names = "kdtp, kdtp.types, kdtp.proposals, kdtp.messages, kdtp.config, kdtp.log, kdtp.version, kdtp.engine.rpc"
-    names += ", kdtp.model.weights.kdtr"
+    names += ", kdtp.model.weights.kdtr, kdtp.server.run, kdtp.cli.serve"
     code = f"import sys; sys.modules['torch'] = None; import {names}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

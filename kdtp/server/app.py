@@ -1,0 +1,195 @@
+"""The routes of the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kdtp.config import digest
+from kdtp.log import logger
+from kdtp.server.answer import Answer, Style
+from kdtp.server.bodies import ChatBody, CompletionBody, DetokenizeBody, Sampling, TokenizeBody, decode
+from kdtp.server.choice import Choice
+from kdtp.server.driver import Driver
+from kdtp.server.errors import ApiError, invalid
+from kdtp.server.forms import ChatForm, CompletionForm
+from kdtp.server.gate import read_body, respond
+from kdtp.server.prompts import Ask, Model, stop_strings
+from kdtp.text.calls import AnswerParser
+from kdtp.version import __version__
+
+B = TypeVar("B", bound=Struct)
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Options:
+    """strict: unknown fields are errors; keep_alive: seconds of silence after which a stream says that it lives."""
+
+    strict: bool = False
+    keep_alive: float = 10.0
+
+
+class Endpoint:
+    """The handlers. Each may raise ApiError."""
+
+    def __init__(self, model: Model, driver: Driver, options: Options) -> None:
+        self._model, self._driver, self._options = model, driver, options
+        config = model.plan.config
+        self._fingerprint = f"kdtp-{__version__}-tp{config.tp}-{digest(config)[:8]}"
+
+    def app(self) -> Starlette:
+        """The ASGI application, without its gate."""
+        routes = [
+            Route("/health", self.health),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.one_model),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+        handlers: dict[Any, Any] = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug}
+        return Starlette(routes=routes, exception_handlers=handlers | {ClientDisconnect: _on_gone})
+
+    # ------------------------------------------------------------------ the engine's state
+
+    async def health(self, request: Request) -> Response:
+        """200 only if the engine is ready and has answered of late."""
+        health, silence = self._driver.health, self._driver.silence
+        state, reason = health.state, health.reason
+        longest = self._model.plan.config.step_timeout
+        if state == "ready" and silence > longest:
+            state, reason = "degraded", f"the engine has not answered for {silence:.0f} s"
+        body = {
+            "state": state,
+            "reason": reason,
+            "progress": {"done": health.done, "total": health.total},
+            "restarts": health.restarts,
+            "model": self._model.name,
+            "version": __version__,
+        }
+        return _json(body, 200 if state == "ready" else 503)
+
+    async def models(self, request: Request) -> Response:
+        """The one model, once it is loaded."""
+        self._driver.check()
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        """The model by its name."""
+        self._driver.check()
+        self._model.check_name(request.path_params["name"])
+        return _json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        name, length = self._model.name, self._model.context
+        return {"id": name, "object": "model", "created": 0, "owned_by": "kdtp", "max_model_len": length}
+
+    # ------------------------------------------------------------------ text
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text, or of a conversation."""
+        body = await self._body(request, TokenizeBody)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "prompt: must be given, or messages, not both", "prompt")
+        tokens = await self._off_loop(lambda: self._tokens(body))
+        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._model.context})
+
+    def _tokens(self, body: TokenizeBody) -> tuple[int, ...]:
+        if body.prompt is not None:
+            return self._model.text_ids(body.prompt, body.add_special_tokens is not False)
+        return self._model.chat_ids(body)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        body = await self._body(request, DetokenizeBody)
+        size = self._model.plan.model.vocab_size
+        bad = next((i for i, token in enumerate(body.tokens) if token >= size), None)
+        if bad is not None:
+            raise ApiError(400, f"tokens[{bad}] = {body.tokens[bad]}: must be below {size}", f"tokens[{bad}]")
+        return _json({"prompt": await self._off_loop(lambda: self._model.tokenizer.decode(body.tokens))})
+
+    # ------------------------------------------------------------------ generation
+
+    async def completions(self, request: Request) -> Answer:
+        """Continue texts."""
+        self._driver.check()
+        body = await self._body(request, CompletionBody)
+        asks = await self._off_loop(lambda: self._model.asks_completion(body))
+        choices = [self._choice(body, ask) for ask in asks]
+        echo = [ask.prompt for ask in asks] if body.echo else None
+        form = CompletionForm(self._model.tokenizer, len(asks), body.logprobs is not None, echo)
+        return self._answer(request, body, asks, choices, form)
+
+    async def chat(self, request: Request) -> Answer:
+        """Answer a conversation."""
+        self._driver.check()
+        body = await self._body(request, ChatBody)
+        asks = await self._off_loop(lambda: self._model.asks_chat(body))
+        choices = [self._choice(body, ask, self._model.parser(ask.prompt, body)) for ask in asks]
+        form = ChatForm(self._model.tokenizer, len(asks), bool(body.logprobs))
+        return self._answer(request, body, asks, choices, form)
+
+    def _choice(self, body: Sampling, ask: Ask, parser: AnswerParser | None = None) -> Choice:
+        return Choice(self._model.tokenizer, ask.ends, stop_strings(body), parser)
+
+    def _answer(self, request: Request, body: Sampling, asks: list[Ask], choices: list[Choice], form: Any) -> Answer:
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options: needs stream = true", "stream_options")
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        name = f"{form.prefix}-{request.state.id.removeprefix('req-')}"
+        style = Style(name, self._model.name, self._fingerprint, bool(body.stream), usage, self._options.keep_alive)
+        return Answer(self._driver, asks, choices, body.n or 1, form, style)
+
+    async def _body(self, request: Request, kind: type[B]) -> B:
+        data = await read_body(request)
+        body, unknown = await self._off_loop(lambda: decode(data, kind))
+        if unknown:
+            names = ", ".join(unknown)
+            if self._options.strict:
+                raise ApiError(400, f"{unknown[0]}: is not a field of this request", unknown[0], "unknown_parameter")
+            request.state.ignored = names
+            logger.warning("%s: unknown fields ignored: %s", request.state.id, names)
+        self._model.check_name(body.model)  # type: ignore[attr-defined]
+        return body
+
+    async def _off_loop(self, function: Callable[[], R]) -> R:
+        """Long computations must not stop the streams of others."""
+        try:
+            return await asyncio.to_thread(function)
+        except ValueError as error:  # of a tokenizer
+            raise invalid(error) from None
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _on_api_error(request: Request, error: ApiError) -> Response:
+    return respond(error)
+
+
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
+    text = {404: "no such path", 405: f"{request.method}: is not a method of this path"}
+    headers = error.headers or {}
+    return respond(ApiError(error.status_code, text.get(error.status_code, error.detail), headers=headers))
+
+
+async def _on_gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    logger.error("%s: %s", request.state.id, error, exc_info=error)
+    return respond(ApiError(500, f"internal error: {type(error).__name__}"))

@@ -1,0 +1,227 @@
+"""Request bodies: what is accepted, strictly typed and bounded; what is known and refused; what is not known."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kdtp.server.errors import ApiError
+from kdtp.types import MOST_LOGPROBS, Token
+
+MOST_CHOICES = 128  # of one request, over all its prompts
+_MOST_NAMES = 20  # of unknown fields that are shown
+
+Tokens = Annotated[list[Token], Meta(max_length=1 << 20)]
+IdList = Annotated[list[Token], Meta(max_length=1024)]
+Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Length = Annotated[int, Meta(ge=0, le=1 << 24)]
+Best = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+Name = Annotated[str, Meta(max_length=1024)]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """include_usage: one more chunk, with the usage and no choices."""
+
+    include_usage: bool | None = None
+
+
+class Sampling(Struct, kw_only=True):
+    """What both kinds of request have. Null is the same as absent."""
+
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: Length | None = None
+    min_tokens: Length | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: IdList | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[Annotated[str, Meta(max_length=20)], float] | None = None
+    allowed_token_ids: IdList | None = None
+    priority: Int32 | None = None
+    cache_salt: Name | None = None
+    speculate: bool | None = None
+    draft_budget: Annotated[int, Meta(ge=0, le=1024)] | None = None
+
+
+class CompletionBody(Sampling, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | Token | Tokens]
+    echo: bool | None = None
+    logprobs: Best | None = None
+
+
+class Part(Struct, forbid_unknown_fields=True):
+    """A piece of a message's content."""
+
+    type: str
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    refusal: str | None = None
+
+
+class Function(Struct, forbid_unknown_fields=True):
+    """A call that was made."""
+
+    name: str
+    arguments: str
+
+
+class Call(Struct, forbid_unknown_fields=True):
+    """A tool call of an assistant's message."""
+
+    id: str
+    function: Function
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Message(Struct):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: Name | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+
+
+class ToolFunction(Struct):
+    """What a tool is."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    """A tool that may be called."""
+
+    type: str
+    function: ToolFunction | None = None
+
+
+class JsonSchema(Struct):
+    """Of response_format."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=1 << 16)]
+Tools = Annotated[list[Tool], Meta(max_length=1024)]
+
+
+class ChatInput(Protocol):
+    """What a conversation's prompt is made of."""
+
+    messages: Any
+    tools: Any
+    tool_choice: Any
+    chat_template_kwargs: Any
+
+
+class ChatBody(Sampling, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: Length | None = None
+    logprobs: bool | None = None
+    top_logprobs: Best | None = None
+    response_format: ResponseFormat | None = None
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """POST /tokenize: a text, or messages as of a chat."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """POST /detokenize."""
+
+    model: Name | None = None
+    tokens: Tokens
+
+
+# Fields of OpenAI's or others' APIs that change what is answered and that we do not have: only these values, and null.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1, 1.0), "prompt_logprobs": (),
+    "functions": ([],), "function_call": ("none",), "parallel_tool_calls": (True,), "modalities": (["text"],),
+    "audio": (), "prediction": (), "web_search_options": (), "store": (False,), "service_tier": ("auto", "default"),
+    "reasoning_effort": (), "verbosity": (), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "chat_template": (), "documents": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "guided_grammar": (), "structured_outputs": (), "bad_words": ([],), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (),
+    "logits_processors": (), "mirostat": (0,), "typical_p": (1, 1.0), "grammar": ("",), "echo": (False,),
+}  # fmt: skip
+# Fields that say who asks, or how to find the request again: no answer depends on them.
+_LABELS = {
+    "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
+    "return_token_ids", "return_tokens_as_token_ids",
+}  # fmt: skip
+
+B = TypeVar("B", bound=Struct)
+
+
+def decode(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
+    """The body, and the names of its unknown fields. ApiError 400 naming the field."""
+    try:
+        raw = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        body = msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        found = re.fullmatch(r"(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?", str(error), re.DOTALL)
+        assert found is not None
+        text, at = found.groups()
+        raise ApiError(400, f"{at}: {text}" if at else f"body: {text}", at or None) from None
+    fields = {field.encode_name for field in msgspec.structs.fields(kind)}
+    return body, _unknown({name: value for name, value in raw.items() if name not in fields})
+
+
+def _unknown(others: dict[str, msgspec.Raw]) -> list[str]:
+    unknown = []
+    for name, raw in others.items():
+        if name in _ONLY:
+            value = msgspec.json.decode(raw)
+            if value is not None and value not in _ONLY[name]:
+                legal = " or ".join(str(v) for v in _ONLY[name]) or "absent"
+                raise ApiError(400, f"{name}: is not supported here; must be {legal}", name, "unsupported_parameter")
+        elif name not in _LABELS:
+            unknown.append(name if name.isprintable() and name.isascii() and len(name) < 64 else ascii(name)[:64])
+    return unknown[:_MOST_NAMES]

@@ -1,0 +1,59 @@
+"""Errors as OpenAI's API has them: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from kdtp.messages import Failed, Refused
+
+# What the engine calls otherwise than the API does.
+_NAMES = {"stop_tokens": "stop_token_ids", "allowed_tokens": "allowed_token_ids", "grammar": "response_format"}
+_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error. param: the field it is about, as a path; code: for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """What is sent."""
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def busy(message: str, seconds: float, code: str = "overloaded") -> ApiError:
+    """503 that says when to try again."""
+    return ApiError(503, message, code=code, headers={"Retry-After": str(max(1, ceil(seconds)))})
+
+
+def invalid(error: ValueError, param: str | None = None) -> ApiError:
+    """400 of an error text that begins with the name of what is wrong, unless `param` names it."""
+    text = str(error)
+    found = re.match(r"([a-z_]+)(?:\[\d+\])? *[=:]", text)
+    name = found.group(1) if found else None
+    if name in _NAMES:
+        text = _NAMES[name] + text[len(name) :]
+    return ApiError(400, text, param or _NAMES.get(name or "", name))
+
+
+def of_terminal(event: Failed | Refused) -> ApiError:
+    """What a request is told that the engine did not serve."""
+    if isinstance(event, Refused):
+        return busy(event.reason, event.retry_after)
+    if event.code == "invalid":
+        return invalid(ValueError(event.message))
+    return ApiError(503 if event.code == "shutdown" else 500, event.message, code=f"engine_{event.code}")

@@ -1,0 +1,255 @@
+"""From a request body to what the engine gets: token ids and sampling parameters."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kdtp.engine.plan import Plan
+from kdtp.server.bodies import (
+    MOST_CHOICES,
+    ChatBody,
+    ChatInput,
+    CompletionBody,
+    Message,
+    ResponseFormat,
+    Sampling,
+    Tool,
+)
+from kdtp.server.errors import ApiError, invalid
+from kdtp.server.journal import Extra
+from kdtp.text.calls import AnswerParser, find_format, is_thinking
+from kdtp.text.files import TextError
+from kdtp.text.stream import check_stops
+from kdtp.text.template import ChatTemplate
+from kdtp.text.tokenizer import Tokenizer
+from kdtp.types import Grammar, SamplingParams
+
+TEMPERATURE = 1.0  # OpenAI's default
+COMPLETION_TOKENS = 16  # likewise
+# Fields that have the same name and meaning in SamplingParams.
+_ALIKE = (
+    *("min_tokens", "top_p", "top_k", "min_p", "ignore_eos", "presence_penalty", "frequency_penalty"),
+    "repetition_penalty",
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One choice to be made: a prompt and its parameters; ends: ids that end its text."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    ends: frozenset[int]
+    extra: Extra
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is served, under which name. template: None if the model has none, then there is no chat."""
+
+    name: str
+    plan: Plan
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest text."""
+        return self.plan.model.max_position_embeddings
+
+    def check_name(self, name: str | None) -> None:
+        """404 for another model's name."""
+        if name is not None and name != self.name:
+            text = f"model = {name[:200]!r}: is not served here; must be {self.name!r}"
+            raise ApiError(404, text, "model", "model_not_found")
+
+    # ------------------------------------------------------------------ prompts
+
+    def chat_ids(self, body: ChatInput) -> tuple[int, ...]:
+        """The prompt of a conversation."""
+        if self.template is None:
+            raise ApiError(400, f"messages: {self.name} has no chat template; use /v1/completions", "messages")
+        tools = _tools(body.tools, body.tool_choice)
+        messages = [_message(f"messages[{i}]", m) for i, m in enumerate(body.messages)]
+        unknown = sorted(set(body.chat_template_kwargs or {}) - self.template.variables)
+        if unknown:
+            known = ", ".join(sorted(self.template.variables)) or "none"
+            text = f"chat_template_kwargs.{unknown[0][:64]}: the template reads no such variable; it reads {known}"
+            raise ApiError(400, text, "chat_template_kwargs")
+        try:
+            parts = self.template.render(messages, tools, variables=body.chat_template_kwargs)
+            return tuple(self.tokenizer.encode_parts(parts))
+        except TextError as error:
+            raise ApiError(400, f"messages: {error}", "messages") from None
+
+    def text_ids(self, text: str, begin: bool = True) -> tuple[int, ...]:
+        """The prompt of a text to be continued."""
+        return (*(self.tokenizer.begin if begin else ()), *self.tokenizer.encode(text))
+
+    def prompts(self, given: str | Sequence[Any]) -> list[tuple[int, ...]]:
+        """The prompts of /v1/completions: a text, texts, token ids, or lists of token ids."""
+        if isinstance(given, str):
+            return [self._prompt("prompt", given)]
+        kinds = {type(item) for item in given}
+        if not given or len(kinds) > 1:
+            raise ApiError(400, "prompt: must be a text, texts, token ids, or lists of token ids; not empty", "prompt")
+        if kinds == {int}:
+            return [tuple(given)]
+        if len(given) > MOST_CHOICES:
+            raise ApiError(400, f"prompt: {len(given)} prompts: must be at most {MOST_CHOICES}", "prompt")
+        return [self._prompt(f"prompt[{i}]", item) for i, item in enumerate(given)]
+
+    def _prompt(self, where: str, given: str | Sequence[int]) -> tuple[int, ...]:
+        if not given:
+            raise ApiError(400, f"{where}: is empty", "prompt")
+        return self.text_ids(given) if isinstance(given, str) else tuple(given)
+
+    def parser(self, prompt: Sequence[int], body: ChatBody) -> AnswerParser:
+        """For the answer to a prompt of `chat_ids`."""
+        assert self.template is not None
+        form = None if body.tool_choice == "none" else find_format(self.tokenizer, self.template.source)
+        return AnswerParser(self.tokenizer, form, is_thinking(self.tokenizer, prompt))
+
+    # ------------------------------------------------------------------ parameters
+
+    def asks_chat(self, body: ChatBody) -> list[Ask]:
+        """The choices that a chat request asks for."""
+        prompt = self.chat_ids(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs = true", "top_logprobs")
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if most is None:
+            most = max(1, self._room() - len(prompt))
+        grammar = _grammar(body.response_format)
+        if grammar and (body.tools or is_thinking(self.tokenizer, prompt)):
+            text = "response_format: cannot be kept beside tools, nor where the answer begins with thinking"
+            raise ApiError(400, text, "response_format")
+        best = (body.top_logprobs or 0) if body.logprobs else None
+        return self._asks([prompt], body, most, logprobs=best, grammar=grammar)
+
+    def asks_completion(self, body: CompletionBody) -> list[Ask]:
+        """The choices that a completion request asks for: n for each prompt, in that order."""
+        most = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        scored = body.logprobs if body.echo else None
+        if most == 0 and scored is None:
+            if not body.echo:
+                raise ApiError(400, "max_tokens = 0: must be at least 1 without echo", "max_tokens")
+            scored = 0
+        return self._asks(self.prompts(body.prompt), body, most, logprobs=body.logprobs, prompt_logprobs=scored)
+
+    def _room(self) -> int:
+        config = self.plan.config
+        return min(self.context, config.kv_tokens - config.drafter.budget - 1)
+
+    def _asks(self, prompts: Sequence[tuple[int, ...]], body: Sampling, most: int, **more: Any) -> list[Ask]:
+        count = body.n or 1
+        if len(prompts) * count > MOST_CHOICES:
+            text = f"n = {count}: of {len(prompts)} prompts; must be at most {MOST_CHOICES} choices in all"
+            raise ApiError(400, text, "n")
+        for prompt in prompts:
+            if len(prompt) > self.context:
+                text = f"prompt: {len(prompt)} tokens, but the model's context is {self.context}"
+                raise ApiError(400, text, "prompt", "context_length_exceeded")
+        stops = frozenset(body.stop_token_ids or ())
+        if not body.ignore_eos:
+            stops |= self.tokenizer.stop_ids
+        ends = stops if body.ignore_eos else stops | set(self.plan.model.eos_token_ids)
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        params = [self._params(body, most, seed + i, stops, more) for i in range(count)]
+        extra = Extra(body.speculate is not False, body.draft_budget, body.priority or 0, body.cache_salt or "")
+        return [Ask(prompt, each, ends, extra) for prompt in prompts for each in params]
+
+    def _params(self, body: Sampling, most: int, seed: int, stops: frozenset[int], more: Mapping[str, Any]) -> Any:
+        given = {name: value for name in _ALIKE if (value := getattr(body, name)) is not None}
+        try:
+            return SamplingParams(
+                max_tokens=most,
+                temperature=TEMPERATURE if body.temperature is None else body.temperature,
+                seed=(seed + (1 << 63)) % (1 << 64) - (1 << 63),
+                stop_tokens=tuple(sorted(stops)),
+                logit_bias=_biases(body.logit_bias or {}, self.plan.model.vocab_size),
+                allowed_tokens=tuple(body.allowed_token_ids or ()),
+                **given,
+                **more,
+            )
+        except ValueError as error:
+            raise invalid(error) from None
+
+
+def stop_strings(body: Sampling) -> list[str]:
+    """The stop strings of a request."""
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    try:
+        check_stops(stops)
+    except TextError as error:
+        raise invalid(error) from None
+    return stops
+
+
+def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    biases = {}
+    for name, bias in given.items():
+        if not (name.isascii() and name.isdecimal() and int(name) < vocab_size):
+            raise ApiError(400, f"logit_bias[{name!r}]: must be a token id below {vocab_size}", "logit_bias")
+        biases[int(name)] = bias
+    return biases
+
+
+def _grammar(form: ResponseFormat | None) -> Grammar | None:
+    if form is None or form.type == "text":
+        return None
+    schema: Mapping[str, Any] | None = {"type": "object"}
+    if form.type == "json_schema":
+        schema = form.json_schema.schema if form.json_schema else None
+        if schema is None:
+            raise ApiError(400, "response_format.json_schema.schema: is missing", "response_format.json_schema")
+    try:
+        return Grammar("json_schema", msgspec.json.encode(schema).decode())
+    except ValueError as error:
+        raise ApiError(400, f"response_format: {error}", "response_format") from None
+
+
+def _message(where: str, given: Message) -> dict[str, Any]:
+    """As chat templates read it: content in one text."""
+    message: dict[str, Any] = {"role": "system" if given.role == "developer" else given.role}
+    message["content"] = given.content if not isinstance(given.content, list) else _text(where, given)
+    for key in ("name", "reasoning_content", "tool_call_id"):
+        if getattr(given, key) is not None:
+            message[key] = getattr(given, key)
+    if given.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": msgspec.to_builtins(call.function)}
+            for call in given.tool_calls
+        ]
+    elif given.role in ("user", "system", "developer") and not given.content and given.content != "":
+        raise ApiError(400, f"{where}.content: is missing", f"{where}.content")
+    return message
+
+
+def _text(where: str, given: Message) -> str:
+    assert isinstance(given.content, list)
+    for i, part in enumerate(given.content):
+        if part.type != "text" or part.text is None:
+            at = f"{where}.content[{i}]"
+            raise ApiError(400, f"{at}.type = {part.type[:64]!r}: must be 'text', with a text", f"{at}.type")
+    return "\n".join(part.text or "" for part in given.content)
+
+
+def _tools(given: Sequence[Tool] | None, choice: str | Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
+    if choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice: must be 'auto' or 'none'", "tool_choice", "unsupported_parameter")
+    for i, tool in enumerate(given or ()):
+        if tool.type != "function" or tool.function is None:
+            raise ApiError(400, f"tools[{i}].type = {tool.type[:64]!r}: must be 'function'", f"tools[{i}].type")
+    if not given or choice == "none":
+        return None
+    return [{"type": "function", "function": _filled(tool.function)} for tool in given]
+
+
+def _filled(struct: Any) -> dict[str, Any]:
+    return {key: value for key, value in msgspec.to_builtins(struct).items() if value is not None}

@@ -1,0 +1,352 @@
+"""The endpoint as OpenAI's own client and others meet it: one server of the tiny model for all tests here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+
+import openai
+import psutil
+import pytest
+
+from kdtp.config import EngineConfig
+from kdtp.engine.plan import plan
+from kdtp.text.tokenizer import load
+from tests.paths import TINY
+from tests.processes import until
+from tests.service import KEY, TEXT, Service
+
+pytestmark = [pytest.mark.xdist_group("server"), pytest.mark.timeout(120)]
+
+GREEDY = {"temperature": 0.0}
+ASKED = [{"role": "user", "content": "Where is the truth?"}]
+GOLDEN = plan(EngineConfig(str(TINY))).golden
+assert GOLDEN is not None
+TOKENIZER = load(TEXT)
+GOLDEN_TEXT = TOKENIZER.decode(GOLDEN.tokens)
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with Service(tmp_path_factory.mktemp("serve"), "--drafter", "ngram", "--keep-alive", 1, wait=False) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def ready(service):
+    until(lambda: service.health()[0] == 200, 60, "ready")
+    return service
+
+
+@pytest.fixture(scope="module")
+def client(ready):
+    with openai.OpenAI(base_url=f"{ready.url}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def golden(client, **more):
+    """A request whose text is known."""
+    extra = {"ignore_eos": True} | more.pop("extra_body", {})
+    given = {"prompt": list(GOLDEN.prompt), "max_tokens": 24, "extra_body": extra} | GREEDY | more
+    return client.completions.create(model="tiny", **given)
+
+
+def test_health_tells_of_loading_before_anything_is_served(service):
+    status, body = service.health()
+    if body["state"] == "loading":  # else it was quick
+        assert status == 503 and body["progress"]["done"] <= body["progress"]["total"]
+        for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions")):
+            status, answer, headers = service.call(method, path, {"prompt": "x"} if method == "POST" else None)
+            assert (status, answer["error"]["code"]) == (503, "loading") and int(headers["retry-after"]) >= 1
+    until(lambda: service.health()[0] == 200, 60, "ready")
+    status, body = service.health()
+    assert body["state"] == "ready" and 0 < body["progress"]["done"] == body["progress"]["total"]
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert model.id == "tiny" and model.model_dump()["max_model_len"] == 512
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="must be 'tiny'"):
+        client.models.retrieve("gpt")
+
+
+def test_a_golden_text_whole_and_streamed(client):
+    done = golden(client)
+    (choice,) = done.choices
+    assert choice.text == GOLDEN_TEXT and choice.finish_reason == "length"
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (8, 24)
+    chunks = list(golden(client, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].text for c in chunks[:-1]) == GOLDEN_TEXT
+    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 24
+    assert all(c.usage is None for c in chunks[:-1]) and len({c.id for c in chunks}) == 1
+    assert all(c.usage is None for c in golden(client, stream=True)), "usage that nobody asked for"
+
+
+def test_a_chat_whole_streamed_and_with_many_at_once(ready, client):
+    given = {"model": "tiny", "messages": ASKED, "max_completion_tokens": 20, "seed": 7, "temperature": 0.8}
+    whole = client.chat.completions.create(**given).choices[0].message.content
+    stream = list(client.chat.completions.create(**given, stream=True))
+    assert stream[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in stream) == whole
+
+    async def many():
+        async with openai.AsyncOpenAI(base_url=f"{ready.url}/v1", api_key=KEY, max_retries=0) as many_clients:
+
+            async def one(seed):
+                parts = []
+                async for chunk in await many_clients.chat.completions.create(
+                    **given | {"seed": seed}, stream=True, n=1
+                ):
+                    parts.append(chunk.choices[0].delta.content or "")
+                return "".join(parts)
+
+            return await asyncio.gather(*(one(7 + i % 3) for i in range(9)))
+
+    texts = asyncio.run(many())
+    three = client.chat.completions.create(**given, n=3).choices
+    assert texts[:3] == texts[3:6] == texts[6:] == [c.message.content for c in three] and texts[0] == whole
+    assert [c.index for c in three] == [0, 1, 2] and len(set(texts)) == 3
+
+
+def test_requests_without_a_seed_differ(client):
+    texts = {golden(client, temperature=1.0).choices[0].text for _ in range(3)}
+    assert len(texts) == 3
+
+
+def test_stop_strings_end_before_them(client):
+    stop = GOLDEN_TEXT[9:13]
+    before = GOLDEN_TEXT[: GOLDEN_TEXT.index(stop)]
+    done = golden(client, stop=[stop, "never"])
+    assert done.choices[0].text == before and done.choices[0].finish_reason == "stop"
+    assert done.usage.completion_tokens < 24
+    chunks = list(golden(client, stop=stop, stream=True))
+    assert "".join(c.choices[0].text for c in chunks) == before
+    last = golden(client, extra_body={"stop_token_ids": [GOLDEN.tokens[5]]})
+    assert last.choices[0].finish_reason == "stop"
+    assert last.choices[0].text == TOKENIZER.decode(GOLDEN.tokens[: GOLDEN.tokens.index(GOLDEN.tokens[5])])
+
+
+def test_logprobs_echo_and_scoring(client):
+    done = golden(client, logprobs=2, max_tokens=4)
+    table = done.choices[0].logprobs
+    assert len(table.tokens) == len(table.token_logprobs) == len(table.text_offset) == 4
+    assert all(
+        max(best.values()) >= value for best, value in zip(table.top_logprobs, table.token_logprobs, strict=True)
+    )
+    both = golden(client, logprobs=1, max_tokens=4, echo=True)
+    assert both.choices[0].text == TOKENIZER.decode(GOLDEN.prompt) + done.choices[0].text
+    values = both.choices[0].logprobs.token_logprobs
+    assert len(values) == 12 and values[0] is None and values[8:] == table.token_logprobs
+    for stream in (False, True):
+        scored = golden(client, logprobs=0, max_tokens=0, echo=True, stream=stream)
+        choices = [c.choices[0] for c in scored] if stream else scored.choices
+        assert choices[0].logprobs.token_logprobs == values[:8]
+        assert "".join(c.text for c in choices) == TOKENIZER.decode(GOLDEN.prompt)
+    assert golden(client, max_tokens=0, echo=True).choices[0].text == TOKENIZER.decode(GOLDEN.prompt)
+    chat = client.chat.completions.create(
+        model="tiny", messages=ASKED, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
+    )
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 3 and all(len(entry.top_logprobs) == 2 for entry in content)
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content), "greedy"
+
+
+def test_sampling_fields_have_an_effect(client):
+    token = GOLDEN.tokens[0]
+    assert golden(client, max_tokens=1, logit_bias={str(token): -100}).choices[0].text != TOKENIZER.decode([token])
+    only = golden(client, max_tokens=5, extra_body={"allowed_token_ids": [300]})
+    assert only.choices[0].text == TOKENIZER.decode([300] * 5)
+    assert golden(client, extra_body={"repetition_penalty": 5.0}).choices[0].text != GOLDEN_TEXT
+    assert golden(client, frequency_penalty=2.0, presence_penalty=2.0).choices[0].text != GOLDEN_TEXT
+    assert golden(client, temperature=1.5, extra_body={"top_k": 1}).choices[0].text == GOLDEN_TEXT
+    assert golden(client, extra_body={"speculate": False, "priority": 3, "cache_salt": "s"}).choices[0].text == (
+        GOLDEN_TEXT
+    )
+
+
+def test_several_prompts(client):
+    done = golden(client, prompt=[list(GOLDEN.prompt), [5, 6, 7]], n=2, max_tokens=6)
+    assert [c.index for c in done.choices] == [0, 1, 2, 3] and done.usage.prompt_tokens == 11
+    assert done.choices[0].text == done.choices[1].text == TOKENIZER.decode(GOLDEN.tokens[:6])
+    texts = client.completions.create(model="tiny", prompt=["a text", "another"], max_tokens=2, temperature=0)
+    assert len(texts.choices) == 2
+
+
+def test_tools_are_shown_to_the_model(ready, client):
+    plain = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=1)
+    tools = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=1, tools=[TOOL])
+    none = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=1, tools=[TOOL], tool_choice="none")
+    assert plain.usage.prompt_tokens == none.usage.prompt_tokens < tools.usage.prompt_tokens
+    ids = ready.post("/tokenize", messages=ASKED, tools=[TOOL])["tokens"]
+    assert len(ids) == tools.usage.prompt_tokens
+
+
+def test_a_json_schema_goes_to_the_engine(client):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    with pytest.raises(openai.BadRequestError, match="no token that ends a text") as refused:  # this model has none
+        client.chat.completions.create(model="tiny", messages=ASKED, response_format=form)
+    assert refused.value.param == "response_format"
+    with pytest.raises(openai.BadRequestError, match="beside tools"):
+        client.chat.completions.create(model="tiny", messages=ASKED, response_format=form, tools=[TOOL])
+
+
+def test_tokenize_and_back(ready):
+    text = "Grüße, 世界 <｜User｜>"
+    found = ready.post("/tokenize", prompt=text, add_special_tokens=False)
+    assert found["count"] == len(found["tokens"]) and found["tokens"] == TOKENIZER.encode(text)
+    assert ready.post("/detokenize", tokens=found["tokens"]) == {"prompt": text}
+    assert ready.post("/tokenize", prompt=text)["tokens"] == [*TOKENIZER.begin, *found["tokens"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "temperature": 3}, "temperature"),
+        ("/v1/completions", {"prompt": "x", "top_p": 0}, "top_p"),
+        ("/v1/completions", {"prompt": "x", "n": 0}, "n"),
+        ("/v1/completions", {"prompt": "x", "n": 2**63 - 1}, "n"),
+        ("/v1/completions", {"prompt": ["x"] * 65, "n": 2}, "n"),
+        ("/v1/completions", {"prompt": "x", "n": True}, "n"),
+        ("/v1/completions", {"prompt": "x", "n": "3"}, "n"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": -1}, "max_tokens"),
+        ("/v1/completions", {"prompt": "x", "seed": 2**63}, "seed"),
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"prompt": [1, "x"]}, "prompt"),
+        ("/v1/completions", {"prompt": [512]}, "prompt"),
+        ("/v1/completions", {"prompt": [1] * 513}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"600": 1}}, "logit_bias"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
+        ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
+        ("/v1/completions", {"prompt": "x", "stop": ["x"] * 33}, "stop"),
+        ("/v1/completions", {"prompt": "x", "stop": ""}, "stop"),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": [512]}, "stop_token_ids"),
+        ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ("/v1/completions", {"prompt": "x", "best_of": 2}, "best_of"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("/v1/completions", {}, None),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        ("/v1/chat/completions", {"messages": ASKED, "tools": [{"type": "custom"}]}, "tools[0].type"),
+        ("/v1/chat/completions", {"messages": ASKED, "tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {"messages": ASKED, "top_logprobs": 2}, "top_logprobs"),
+        ("/v1/chat/completions", {"messages": ASKED, "functions": [{}]}, "functions"),
+        ("/v1/chat/completions", {"messages": ASKED, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ("/v1/chat/completions", {"messages": ASKED, "response_format": {"type": "yaml"}}, "response_format.type"),
+        ("/detokenize", {"tokens": [512]}, "tokens[0]"),
+        ("/tokenize", {}, "prompt"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(ready, path, body, param):
+    status, answer, headers = ready.call("POST", path, body)
+    assert status == 400, answer
+    error = answer["error"]
+    assert error["type"] == "invalid_request_error" and error["param"] == param and headers["x-request-id"]
+    assert set(error) == {"message", "type", "param", "code"}
+    if param:
+        assert param.split("[")[0].split(".")[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b'{"prompt":"x","temperature":%s}' % n for n in (b"NaN", b"Infinity", b"1e999", b"-Infinity", b'"1"')),
+        b'{"prompt":"\\ud800"}',
+        b'{"prompt":"\xff"}',
+        b"[" * 100_000,
+        b'{"prompt":"x","seed":' + b"9" * 40 + b"}",
+        b'{"prompt":"x","max_tokens":1.5}',
+        b'{"prompt":[1e40]}',
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"{}{}",
+        b'{"prompt":{"a":1}}',
+        b'{"prompt":"x","model":7}',
+    ],
+)
+def test_nasty_bodies(ready, body):
+    status, answer, _ = ready.call("POST", "/v1/completions", body)
+    assert status == 400 and answer["error"]["message"], answer
+
+
+def test_duplicate_keys_last_wins(ready):
+    status, answer, _ = ready.call("POST", "/v1/completions", b'{"prompt":"x","max_tokens":9,"max_tokens":2}')
+    assert status == 200 and answer["usage"]["completion_tokens"] <= 2
+
+
+def test_unknown_fields_are_told(ready):
+    status, _, headers = ready.call(
+        "POST", "/v1/completions", {"prompt": "x", "max_tokens": 1, "tempratur": 1, "a\nb": 2, "user": "me"}
+    )
+    assert status == 200 and headers["x-kdtp-ignored-fields"] == "tempratur, 'a\\nb'"
+    assert "unknown fields ignored: tempratur, 'a\\nb'" in ready.text()
+
+
+def test_the_door(ready):
+    for key in (None, "", "wrong-key", KEY[:-1], KEY + "x", "ключ".encode().decode("latin-1")):
+        for path in ("/v1/models", "/tokenize", "/nowhere"):
+            status, answer, _ = ready.call("GET", path, key=key)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), (key, path)
+    assert ready.call("GET", "/v1/models", key="another-key-of-theirs")[0] == 200
+    assert ready.call("GET", "/health", key=None)[0] == 200
+    assert ready.call("GET", "/nowhere")[0] == 404 and ready.call("GET", "/v1/completions")[0] == 405
+    status, answer, _ = ready.call("POST", "/tokenize", {"prompt": "x"}, **{"Content-Type": "text/plain"})
+    assert status == 415 and "application/json" in answer["error"]["message"]
+
+
+def test_limits_of_heads_and_bodies(ready):
+    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    assert b"431" in ready.raw(head.encode() + b"".join(b"X-%d: y\r\n" % i for i in range(200)) + b"\r\n")
+    assert ready.raw(head.encode() + b"X: " + b"y" * (1 << 20) + b"\r\n\r\n").split(b" ")[1:2] in ([b"400"], [])
+    chunked = head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + (b"100000\r\n" + b"x" * (1 << 20) + b"\r\n") * 9
+    assert ready.raw(chunked).split(b" ")[1:2] in ([b"413"], [])
+    assert ready.health()[0] == 200
+
+
+def test_the_context_to_the_last_position(client):
+    for length, legal in ((511, True), (512, True), (513, False)):
+        if legal:
+            assert golden(client, prompt=[1] * length, max_tokens=4).choices[0].finish_reason == "length"
+        else:
+            with pytest.raises(openai.BadRequestError, match="513 tokens, but the model's context is 512"):
+                golden(client, prompt=[1] * length)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_ends_his_request(ready, stream):
+    body = {"prompt": [1, 2, 3], "max_tokens": 490, "ignore_eos": True, "stream": stream, "n": 4, "speculate": False}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", ready.port), timeout=20) as connection:
+        connection.sendall(head.encode() + data)
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        else:
+            time.sleep(0.3)
+        before = len(ready.text())
+    until(lambda: "the client has left" in ready.text()[before:], 5, "noticed")
+    assert golden(openai.OpenAI(base_url=f"{ready.url}/v1", api_key=KEY)).choices[0].text == GOLDEN_TEXT
+
+
+def test_listeners_are_on_loopback(ready):
+    sockets = [c for p in ready.family() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert {c.laddr.ip for c in sockets} == {"127.0.0.1"}

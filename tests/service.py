@@ -1,0 +1,122 @@
+"""A real `kdtp serve` with its engine, for tests that are its clients."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.paths import REFS, TINY
+from tests.processes import until
+
+KEY = "a-key-of-the-tests"
+TEXT = REFS / "tiny_text"
+
+
+class Service:
+    """`kdtp serve` of the tiny model; a context manager that leaves nothing behind."""
+
+    def __init__(self, tmp_path: Path, *flags: object, tp: int = 1, wait: bool = True) -> None:
+        self.log = tmp_path / f"serve-{time.monotonic_ns()}.log"
+        keys = tmp_path / "keys"
+        keys.write_text(f"another-key-of-theirs\n{KEY}\n")
+        command = [sys.executable, "-m", "kdtp", "serve", "--model", TINY, "--tokenizer", TEXT, "--tp", tp]
+        command += ["--threads", 1, "--port", 0, "--api-key-file", keys, "--served-model-name", "tiny", *flags]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        assert self.url.startswith("http://127.0.0.1:"), self.text()
+        self.port = int(self.url.rpartition(":")[2])
+        self.seen: set[psutil.Process] = set()
+        if wait:
+            until(lambda: self.health()[0] == 200, 60, "ready")
+
+    def call(self, method: str, path: str, body: object = None, key: str | None = KEY, **headers: str) -> Any:
+        """(status, JSON or text, headers) of one request; a body that is bytes goes as it is."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        sent = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}) | headers
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        try:
+            connection.request(method, path, data, sent)
+            response = connection.getresponse()
+            raw = response.read()
+        finally:
+            connection.close()
+        said = response.headers.get_content_type() == "application/json"
+        return response.status, json.loads(raw) if said else raw.decode(), response.headers
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        status, body, _ = self.call("GET", "/health", key=None)
+        return status, body
+
+    def post(self, path: str, **body: object) -> dict[str, Any]:
+        """The answer to a request that must succeed."""
+        status, answer, _ = self.call("POST", path, body)
+        assert status == 200, answer
+        return answer
+
+    def raw(self, data: bytes, size: int = 1 << 16) -> bytes:
+        """What comes first after some bytes on a socket of their own."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
+            connection.settimeout(20)
+            with contextlib.suppress(OSError):
+                connection.sendall(data)
+            try:
+                return connection.recv(size)
+            except OSError:
+                return b""
+
+    def family(self) -> list[psutil.Process]:
+        """Server, launcher, coordinator and workers."""
+        server = psutil.Process(self.process.pid)
+        found = [server, *server.children(recursive=True)]
+        self.seen.update(found)
+        return found
+
+    def find(self, role: str) -> psutil.Process:
+        """The coordinator ("host") or the first "worker" of the engine that runs."""
+        return next(p for p in self.family() if {"kdtp.engine.start", role} <= set(p.cmdline()))
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def end(self, number: int = signal.SIGTERM, seconds: float = 10.0) -> int:
+        """Tell it to end; the exit code."""
+        self.family()
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.end()
+        for process in self.seen:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        if error[0] is not None:
+            print(self.text(), file=sys.stderr)
