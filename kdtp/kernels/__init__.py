@@ -5,13 +5,13 @@ as a fallback. A form that does not exist is an error that says so: trees on the
 
 Row invariance, bit for bit: what an op gives for a row depends on that row alone (and on its visible KV rows), never
 on which or how many rows share the call. It holds for one machine and one number of threads; the modules say how each
-op keeps it, and tests hold it for MKL with AVX-512 and AVX2.
+op keeps it, and tests hold it for MKL's kernels for Intel and AMD.
 """
 
 from kdtp.kernels.act import silu_mul
 from kdtp.kernels.cache import kv_move, kv_write
 from kdtp.kernels.embedding import embedding
-from kdtp.kernels.linear import TILE, linear, linear_heads, stored
+from kdtp.kernels.linear import TILE, empty_weight, linear, linear_heads
 from kdtp.kernels.mla import BLOCK, Keys, mla_tree, plan_keys
 from kdtp.kernels.moe import moe
 from kdtp.kernels.norm import add_rms_norm, rms_norm
@@ -30,6 +30,7 @@ __all__ = [
     "Walks",
     "add_rms_norm",
     "embedding",
+    "empty_weight",
     "kv_move",
     "kv_write",
     "linear",
@@ -42,7 +43,6 @@ __all__ = [
     "rope",
     "router",
     "silu_mul",
-    "stored",
     "topk_logsumexp",
     "tree_accept",
     "tree_build",

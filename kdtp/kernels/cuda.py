@@ -1,6 +1,6 @@
 """The CUDA form of every op: checks are the library's own, results are new tensors on the current stream.
 
-Weights of a product are K-major in memory: `stored` turns [.., in, out] into that layout without changing its shape.
+Weights of a product, [.., in, out], are K-major in memory, as kernels.empty_weight makes room for them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,9 @@ class Tables:
     max_start: int
 
 
-def stored(w: torch.Tensor) -> torch.Tensor:
-    """`w` [.., in, out] with `in` contiguous in memory, as the kernels read it."""
-    return w.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
 def _k_major(op: str, w: torch.Tensor) -> None:
     if not w.transpose(-1, -2).is_contiguous():
-        raise KernelError(f"{op}: w {list(w.shape)} with strides {w.stride()}: must be K-major (kernels.cuda.stored)")
+        raise KernelError(f"{op}: w {list(w.shape)} with strides {w.stride()}: must be K-major (kernels.empty_weight)")
 
 
 def _stream() -> int:
@@ -91,7 +86,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tens
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, out_f32: bool = False) -> torch.Tensor:
-    """As kernels.linear, for w as `stored` lays it out; out_f32: the sums as they are, float32."""
+    """As kernels.linear, for w K-major; out_f32: the sums as they are, float32."""
     _k_major("linear", w)
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape[0], w.shape[1], dtype=torch.float32 if out_f32 else x.dtype, device=x.device)
@@ -108,7 +103,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, out_f32: bool = False) -> torch.Ten
 
 
 def linear_heads(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """As kernels.linear_heads, for w as `stored` lays it out; `out` [M, h, out] may be a strided view."""
+    """As kernels.linear_heads, for w K-major; `out` [M, h, out] may be a strided view."""
     _k_major("linear_heads", w)
     y = out if out is not None else x.new_empty(x.shape[0], w.shape[0], w.shape[2])
     strides: Fields = {"x_row": x.stride(0), "x_head": x.stride(1), "y_row": y.stride(0), "y_head": y.stride(1)}
@@ -145,7 +140,7 @@ def moe(
     w_down: torch.Tensor,
     add: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As kernels.moe for M = M', ids int32, experts as `stored` lays them out."""
+    """As kernels.moe for M = M', ids int32, experts K-major."""
     for w in (w_gate_up, w_down):
         _k_major("moe", w)
     out = torch.empty_like(x)

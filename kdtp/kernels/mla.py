@@ -15,6 +15,7 @@ import torch
 
 from kdtp.kernels import cuda
 from kdtp.kernels.check import FLOATS, check, check_rows
+from kdtp.kernels.linear import COLUMNS, whole_columns
 
 BLOCK = 64
 Piece = tuple[torch.Tensor, torch.Tensor]  # _rows of some query rows of one sequence
@@ -74,19 +75,22 @@ def mla_tree(
 
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, keys: Keys, scale: float, kv_lora_rank: int) -> torch.Tensor:
-    n, heads, width = q.shape
     products = keys.bias.shape[0]
+    k = whole_columns(kv.index_select(0, keys.rows).float()).view(products, BLOCK, -1)
+    q = whole_columns(q)
+    n, heads, width = q.shape
     blocks = products // n
-    k = kv.index_select(0, keys.rows).float().view(products, BLOCK, width)
     per_block = q.unsqueeze(1).expand(n, blocks, heads, width).reshape(products, heads, width)
     scores = torch.baddbmm(keys.bias, per_block, k.transpose(1, 2), alpha=scale)
     # Softmax goes row by row in the same order whatever the number of rows; missing keys at the end add exactly 0.
     weights = scores.view(n, blocks, heads, BLOCK).transpose(1, 2).reshape(n, heads, -1).softmax(-1)
     weights = weights.view(n, heads, blocks, BLOCK).transpose(1, 2).reshape(products, heads, BLOCK)
-    first, *others = torch.bmm(weights, k[..., :kv_lora_rank]).view(n, blocks, heads, kv_lora_rank).unbind(1)
+    # Whole columns of the keys, which are the latent's and maybe some more, that nobody reads.
+    latent = k[..., : kv_lora_rank + -kv_lora_rank % COLUMNS]
+    first, *others = torch.bmm(weights, latent).view(n, blocks, heads, -1).unbind(1)
     for part in others:
         first = first + part
-    return first
+    return first[..., :kv_lora_rank]
 
 
 def _rows(line: torch.Tensor, parents: Sequence[int]) -> Piece:

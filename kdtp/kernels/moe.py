@@ -9,7 +9,7 @@ import torch
 from kdtp.kernels import cuda
 from kdtp.kernels.act import silu_mul
 from kdtp.kernels.check import FLOAT32, FLOATS, INDEX, check, check_rows
-from kdtp.kernels.linear import TILE
+from kdtp.kernels.linear import TILE, narrowed, widened
 
 
 def moe(
@@ -70,8 +70,9 @@ def _assign(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 
 def _each(x: torch.Tensor, w: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
     """Tile by tile, x @ w[its expert]: [tiles * TILE, in] -> [tiles * TILE, out]."""
-    out = torch.empty(x.shape[0], w.shape[2], dtype=x.dtype)
-    tiles, parts = x.view(-1, TILE, x.shape[1]), out.view(-1, TILE, w.shape[2])
+    wide = widened(w)
+    out = torch.empty(x.shape[0], wide.shape[2], dtype=x.dtype)
+    tiles, parts = x.view(-1, TILE, x.shape[1]), out.view(-1, TILE, wide.shape[2])
     for tile, part, expert in zip(tiles.unbind(), parts.unbind(), experts, strict=True):
-        torch.mm(tile, w[expert], out=part)
-    return out
+        torch.mm(tile, wide[expert], out=part)
+    return narrowed(out, w)

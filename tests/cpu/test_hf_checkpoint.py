@@ -18,7 +18,7 @@ from kdtp.engine.plan import plan
 from kdtp.model import shard
 from kdtp.model.comm import Solo
 from kdtp.model.shard import Shard
-from kdtp.model.weights import load, safetensors
+from kdtp.model.weights import safetensors
 from kdtp.model.weights.hf import Checkpoint
 from kdtp.model.weights.hf_model import unpacked
 from kdtp.model.weights.load import Weights, open_model
@@ -183,7 +183,8 @@ def refused_before_anything_is_allocated(path: Path, complaint: str, monkeypatch
     def allocate(*_: object) -> None:
         raise AssertionError("weights or cache were allocated")
 
-    monkeypatch.setattr(load, "_empty", allocate)
+    monkeypatch.setattr(Weights, "take", allocate)
+    monkeypatch.setattr(Weights, "matrix", allocate)
     monkeypatch.setattr(shard, "PagedCache", allocate)
     with pytest.raises(CheckpointError, match=re.escape(complaint)):
         Shard.load(str(path), Solo(), "float32", 1, lambda done, total: None)
@@ -257,5 +258,6 @@ def test_the_layout_of_a_gpu_holds_the_same_values(name, tmp_path):
         weights = Weights(source, 1, 2, "bfloat16", lambda done, total: None)
         for key, param in parameters(source.config).items():
             if len(param.shape) > 1 and key != "embed":
-                other = weights._joined((key,), k_major=True)
-                assert other.mT.is_contiguous() and torch.equal(other, weights.matrix(key)), key
+                values = weights.matrix(key)
+                other = torch.empty(values.mT.shape, dtype=values.dtype).mT
+                assert torch.equal(weights._filled(other, (key,)), values), key

@@ -120,7 +120,8 @@ class Weights:
 
     def matrix(self, *names: str) -> torch.Tensor:
         """Parts of matrices, one beside the other: [in, out], as kernels.linear takes them."""
-        return kernels.stored(torch.cat([self.take(name) for name in names]).T.contiguous())
+        values = torch.cat([self.take(name) for name in names]).T
+        return kernels.empty_weight(values.shape, values.dtype, values.device).copy_(values)
 
     def bias(self, *names: str) -> torch.Tensor | None:
         """Parts of biases, one beside the other; None in a drafter without."""

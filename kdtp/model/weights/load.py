@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from kdtp import kernels
 from kdtp.config import DTYPES
 from kdtp.model.weights.hf_model import HfModel
 from kdtp.model.weights.kdtr_model import KdtrModel
@@ -54,14 +55,16 @@ class Weights:
 
     def take(self, name: str) -> torch.Tensor:
         """This rank's part of a parameter."""
-        return self._joined((name,), k_major=False)
+        shape, dtype = self._shape(name), self._dtype(name)
+        return self._filled(torch.empty(shape, dtype=dtype, device=self.device), (name,))
 
     def matrix(self, *names: str) -> torch.Tensor:
-        """This rank's parts of matrices [.., in, out], one beside the other, laid out as kernels.stored does.
+        """This rank's parts of matrices [.., in, out], one beside the other, laid out as kernels.empty_weight does.
 
         Filled piece by piece: it takes no more memory than the result and one piece.
         """
-        return self._joined(names, k_major=self.device.type != "cpu")
+        shape = (*self._shape(names[0])[:-1], self._width(names))
+        return self._filled(kernels.empty_weight(shape, self._dtype(names[0]), self.device), names)
 
     def keeps_int4(self, *names: str) -> bool:
         """Whether `int4` gives these parameters; only a GPU's kernels read INT4, and only with bfloat16."""
@@ -84,18 +87,18 @@ class Weights:
             first = last
         return words, scales
 
-    def _joined(self, names: tuple[str, ...], k_major: bool) -> torch.Tensor:
-        shape = (*self._shape(names[0])[:-1], self._width(names))
-        dtype = torch.float32 if self._table[names[0]].exact else self.dtype
-        whole = _empty(shape, dtype, self.device, k_major)
+    def _filled(self, whole: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
         first = 0
         for name in names:
             target = whole.narrow(-1, first, self._shape(name)[-1])
             first += target.shape[-1]
             for piece in self._source.pieces(name, self.rank, self.size, self.device):
-                _copy(target[piece.at], piece.values.to(dtype), k_major)
+                _copy(target[piece.at], piece.values.to(whole.dtype))
                 self._advance(piece.nbytes)
         return whole
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return torch.float32 if self._table[name].exact else self.dtype
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self._table[name].held(self.rank, self.size)
@@ -110,16 +113,9 @@ class Weights:
             self._progress(self._done, self._total)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, k_major: bool) -> torch.Tensor:
-    if not k_major:
-        return torch.empty(shape, dtype=dtype, device=device)
-    *lead, inputs, outputs = shape
-    return torch.empty(*lead, outputs, inputs, dtype=dtype, device=device).mT
-
-
-def _copy(target: torch.Tensor, values: torch.Tensor, k_major: bool) -> None:
+def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
     # A K-major target is contiguous the other way round; so are the matrices of a checkpoint, which makes it one copy.
-    if k_major:
+    if target.dim() > 1 and target.stride(-2) == 1:
         target.mT.copy_(values.mT)
     else:
         target.copy_(values.contiguous())  # torch turns a matrix fast if it may go to a place of its own
