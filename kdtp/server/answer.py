@@ -157,7 +157,7 @@ class Answer:
             return choice.end(event.reason)
         grown = choice.take(event)
         if choice.ended:  # by a stop string, of which the engine does not know
-            self._driver.cancel(self._jobs[index])
+            self._driver.cancel(self._jobs[index], "stop")
         return grown
 
     # ------------------------------------------------------------------ objects

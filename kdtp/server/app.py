@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from starlette.routing import Route
 
 from kdtp.config import digest
 from kdtp.log import logger
+from kdtp.server import metrics
 from kdtp.server.answer import Answer, Style
 from kdtp.server.bodies import ChatBody, CompletionBody, DetokenizeBody, Sampling, TokenizeBody, decode
 from kdtp.server.choice import Choice
@@ -52,6 +54,8 @@ class Endpoint:
         """The ASGI application, without its gate."""
         routes = [
             Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/requests", self.requests),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.one_model),
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -80,6 +84,28 @@ class Endpoint:
             "version": __version__,
         }
         return _json(body, 200 if state == "ready" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus; also while loading."""
+        health = self._driver.health
+        ratio = health.done / health.total if health.total else 0.0
+        text = self._driver.metrics.text(self._driver.status, health.state, ratio, health.restarts)
+        return Response(text, media_type=metrics.KIND)
+
+    async def requests(self, request: Request) -> Response:
+        """What is open: the HTTP request's id, its tokens, its age in seconds."""
+        now = time.monotonic()
+        open_ones = [
+            {
+                "id": job.id,
+                "prompt_tokens": len(job.prompt),
+                "completion_tokens": len(job.given),
+                "max_tokens": job.params.max_tokens,
+                "age": round(now - job.started, 3),
+            }
+            for job in self._driver.jobs()
+        ]
+        return _json({"object": "list", "data": open_ones})
 
     async def models(self, request: Request) -> Response:
         """The one model, once it is loaded."""

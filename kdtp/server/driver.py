@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kdtp.engine.child import Child
@@ -18,6 +18,7 @@ from kdtp.log import logger
 from kdtp.messages import Failed, Finished, Refused, Status
 from kdtp.server.errors import ApiError, busy
 from kdtp.server.journal import Job, Told
+from kdtp.server.metrics import Metrics
 from kdtp.server.session import Session
 
 TOLD_TO_END = "the server was told to end"
@@ -55,6 +56,7 @@ class Driver:
         self._ending = ""
         self._draining = False
         self._health = Health()
+        self.metrics = Metrics()
         self.status: Status | None = None
         self.heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine-driver", daemon=True)
@@ -99,12 +101,16 @@ class Driver:
         self.check()
         self._jobs[job] = None
         self._send("submit", job)
+        with _harmless():
+            self.metrics.begun(job)
 
-    def cancel(self, job: Job) -> None:
-        """End a job; nothing more is told of it. No error for one that has ended."""
+    def cancel(self, job: Job, reason: str = "abort") -> None:
+        """End a job; nothing more is told of it. No error for one that has ended. reason: why, for the metrics."""
         if job in self._jobs:
             del self._jobs[job]
             self._send("cancel", job)
+            with _harmless():
+                self.metrics.ended(job, reason)
 
     def drain(self) -> None:
         """Take no new jobs."""
@@ -131,6 +137,8 @@ class Driver:
             if isinstance(event, Finished | Failed | Refused):
                 del self._jobs[job]
             job.tell(event)
+            with _harmless():
+                self.metrics.told(job, event)
 
     # ------------------------------------------------------------------ the thread
 
@@ -248,3 +256,12 @@ class Driver:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             logger.info("the event loop has ended before the engine")
+
+
+@contextlib.contextmanager
+def _harmless() -> Iterator[None]:
+    """A figure must not end a stream."""
+    try:
+        yield
+    except Exception:
+        logger.exception("a metric could not be counted")

@@ -30,7 +30,7 @@ class Job:
 
     tell: called with each event, in the server's event loop; ends: ids that end the text; id: of the HTTP request.
     given, scored: tokens and prompt log-probabilities told so far; label: its name in the engine that runs now;
-    accepted: an engine took it.
+    accepted: an engine took it. started, heard: when it came, and when its last tokens did, of time.monotonic.
     """
 
     prompt: tuple[int, ...]
@@ -40,6 +40,7 @@ class Job:
     id: str = ""
     extra: Extra = field(default_factory=Extra)
     started: float = field(default_factory=time.monotonic)
+    heard: float | None = None
     given: list[int] = field(default_factory=list)
     scored: int = 0
     label: int | None = None

@@ -344,7 +344,43 @@ def test_who_leaves_ends_his_request(ready, stream):
             time.sleep(0.3)
         before = len(ready.text())
     until(lambda: "the client has left" in ready.text()[before:], 5, "noticed")
+    until(lambda: figures(ready)["kdtp:num_requests_running"] == 0, 5, "gone from the engine")
+    assert figures(ready)["kdtp:kv_cache_usage_perc"] == 0
     assert golden(openai.OpenAI(base_url=f"{ready.url}/v1", api_key=KEY)).choices[0].text == GOLDEN_TEXT
+
+
+def figures(ready) -> dict[str, float]:
+    status, text, headers = ready.call("GET", "/metrics")
+    assert status == 200 and headers.get_content_type() == "text/plain"
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    assert len({name for name, _, _ in lines}) == len(lines), "a figure twice"
+    return {name: float(value) for name, _, value in lines}
+
+
+def test_metrics_and_open_requests(ready, client):
+    before = figures(ready)
+    golden(client)
+    golden(client, stop=GOLDEN_TEXT[9:13])
+    after = figures(ready)
+
+    def more(name):
+        return after[f"kdtp:{name}"] - before.get(f"kdtp:{name}", 0)
+
+    assert more("prompt_tokens_total") == 16 and 24 < more("generation_tokens_total") <= 48
+    assert more('request_success_total{finished_reason="length"}') == 1
+    assert more('request_success_total{finished_reason="stop"}') == 1
+    assert more("time_to_first_token_seconds_count") == more("e2e_request_latency_seconds_count") == 2
+    assert more('request_prompt_tokens_bucket{le="+Inf"}') == 2 == more('request_prompt_tokens_bucket{le="16"}')
+    assert after['kdtp:engine_state{state="ready"}'] == 1 and after["kdtp:load_progress_ratio"] == 1
+    stream = golden(client, prompt=[3, 4], max_tokens=400, stream=True, extra_body={"speculate": False})
+    next(iter(stream))
+    (open_one,) = ready.call("GET", "/v1/requests")[1]["data"]
+    assert open_one["prompt_tokens"] == 2 and open_one["max_tokens"] == 400 and open_one["completion_tokens"] >= 1
+    stream.close()
+    until(lambda: not ready.call("GET", "/v1/requests")[1]["data"], 5, "gone")
+    until(lambda: figures(ready)["kdtp:num_requests_running"] == 0, 5, "gone from the engine")
+    assert figures(ready)["kdtp:kv_cache_usage_perc"] == 0
+    assert figures(ready)['kdtp:request_success_total{finished_reason="abort"}'] >= 1
 
 
 def test_listeners_are_on_loopback(ready):

@@ -1,0 +1,119 @@
+"""The engine dies behind the server: streams go on without a lost or repeated token; or all is told and ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import openai
+import pytest
+
+from tests.processes import TINY, kdtp, until
+from tests.service import KEY, TEXT, Service
+
+pytestmark = [pytest.mark.xdist_group("server-recovery"), pytest.mark.timeout(180)]
+
+SAMPLED = {"prompt": [5, 6, 7], "max_tokens": 200, "temperature": 0.9, "seed": 11, "logprobs": 1}
+GREEDY = {"prompt": [1, 2, 3, 4], "max_tokens": 200, "temperature": 0.0}
+WHOLE = {"prompt": [9, 8], "max_tokens": 150, "temperature": 0.7, "seed": 2, "n": 2}
+EXTRA = {"extra_body": {"ignore_eos": True, "speculate": False}}
+
+
+class Reader(threading.Thread):
+    """A client that reads one stream to its end."""
+
+    def __init__(self, service: Service, body: dict) -> None:
+        super().__init__()
+        self.client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0)
+        self.body = body
+        self.chunks: list = []
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            stream = self.client.completions.create(model="tiny", stream=True, **self.body, **EXTRA)
+            for chunk in stream:
+                self.chunks.append(chunk)
+        except openai.APIError as error:
+            self.error = error
+
+    @property
+    def text(self) -> str:
+        return "".join(c.choices[0].text for c in self.chunks)
+
+    def reasons(self) -> list[str]:
+        return [c.choices[0].finish_reason for c in self.chunks if c.choices[0].finish_reason]
+
+    def logprobs(self) -> list[float]:
+        return [v for c in self.chunks if c.choices[0].logprobs for v in c.choices[0].logprobs.token_logprobs]
+
+
+def under_way(*readers: Reader) -> None:
+    for reader in readers:
+        before = len(reader.chunks)
+        until(lambda r=reader, n=before: len(r.chunks) > n + 5, 60, "the stream goes on")
+
+
+def test_an_engine_that_dies_is_no_end(tmp_path):
+    with Service(tmp_path, "--max-restarts", 1, "--keep-alive", 0.5, tp=2) as service:
+        client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0)
+        alone = [client.completions.create(model="tiny", **body, **EXTRA) for body in (SAMPLED, GREEDY, WHOLE)]
+
+        whole: list = []
+        asking = threading.Thread(
+            target=lambda: whole.append(client.completions.create(model="tiny", **WHOLE, **EXTRA))
+        )
+        asking.start()
+        readers = [Reader(service, SAMPLED), Reader(service, GREEDY)]
+        under_way(*readers)
+        service.find("host").kill()
+        until(lambda: service.health()[1]["state"] == "restarting", 3, "health tells the truth")
+        status, answer, headers = service.call("POST", "/v1/completions", {"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (503, "restarting") and headers["retry-after"]
+        for reader, truth in zip(readers, alone, strict=False):
+            reader.join(60)
+            assert reader.error is None and reader.reasons() == ["length"]
+            assert reader.text == truth.choices[0].text
+        assert readers[0].logprobs() == alone[0].choices[0].logprobs.token_logprobs
+        asking.join(60)
+        assert [c.text for c in whole[0].choices] == [c.text for c in alone[2].choices]
+        assert whole[0].usage.completion_tokens == alone[2].usage.completion_tokens == 300
+        assert service.health()[1]["restarts"] == 1
+
+        last = [Reader(service, SAMPLED), Reader(service, GREEDY)]
+        under_way(*last)
+        service.find("worker").kill()  # once too often
+        for reader in last:
+            reader.join(10)
+            assert "2 engines died" in str(reader.error) and "rank 0" in str(reader.error)
+            assert reader.reasons() == []
+        assert service.process.wait(10) == 70
+        assert not [p for p in service.seen if p.is_running() and p.status() != "zombie"]
+        assert "giving up: 2 engines died" in service.text()
+
+
+def test_told_to_end(tmp_path):
+    with Service(tmp_path, "--shutdown-timeout", 1) as service:
+        short, long = Reader(service, GREEDY | {"max_tokens": 30}), Reader(service, SAMPLED | {"max_tokens": 500})
+        until(lambda: long.chunks and short.chunks, 30, "under way")
+        service.family()
+        service.process.terminate()
+        told = time.monotonic()
+        until(lambda: service.health()[1]["state"] == "draining", 2, "draining")
+        assert service.call("POST", "/v1/completions", {"prompt": "x"})[0] == 503
+        assert service.process.wait(10) == 0 and time.monotonic() - told < 8
+        for reader in (short, long):
+            reader.join(5)
+        assert short.reasons() == ["length"] and short.error is None
+        assert long.reasons() == ["length"] or "told to end" in str(long.error)
+        assert not [p for p in service.seen if p.is_running() and p.status() != "zombie"]
+        assert "Traceback" not in service.text()
+
+
+def test_a_taken_port_and_an_end_while_loading(tmp_path):
+    with Service(tmp_path, wait=False) as service:
+        second = kdtp("serve", "--model", TINY, "--tokenizer", TEXT, "--port", service.port, timeout=20)
+        assert second.returncode == 2 and f"--port {service.port}" in second.stderr, second.stderr
+        assert service.end(seconds=5) == 0
+        assert "Traceback" not in service.text()
