@@ -25,7 +25,7 @@ from kdtp.text.tokenizer import load
 from tests import text_folders as folders
 from tests.processes import TINY, until
 
-LONGEST = 30.0
+LONGEST = 60.0
 STOPPED = r"\[stopped; (\d+) tokens, "
 ENDED = r"\[(\d+) tokens, "
 
