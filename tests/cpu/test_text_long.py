@@ -14,20 +14,8 @@ import tokenizers
 
 from kdtp.text import kimi
 from kdtp.text.tokenizer import Tokenizer, load
+from scripts.bench_text import LONG, main
 from tests import text_folders as folders
-
-MEGABYTE = 1 << 20
-LONG = {
-    "prose": "The quick brown fox, don't you know? 12345! 你好世界\n\n" * 20_000,
-    "one word": "a" * MEGABYTE,
-    "spaces": " " * MEGABYTE,
-    "line ends": "\r\n" * (MEGABYTE // 2),
-    "signs": "<|" * (MEGABYTE // 2),
-    "digits": "7" * MEGABYTE,
-    "emoji": "👩‍👧" * (MEGABYTE // 12),
-    "Han": "汉" * (MEGABYTE // 3),
-    "control names": "<｜User｜><|im_end|>" * (MEGABYTE // 24),
-}
 
 
 @pytest.fixture(scope="module", params=["deepseek", "kimi"])
@@ -76,3 +64,9 @@ def test_kimi_of_full_size(tmp_path):
         assert own.decode(own.encode(text)) == text
     for token in range(151_643):
         assert own.token_bytes(token) == library.decode_single_token_bytes(token)
+
+
+def test_the_benchmark(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("scripts.bench_text.LONG", {"few": "a few words"})
+    assert main(str(folders.kimi(tmp_path))) == 0
+    assert "512 tokens, loaded in" in (out := capsys.readouterr().out) and "| few | 0.00 | 11 | " in out
