@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kdtp.types import Grammar
@@ -65,7 +67,7 @@ class Vocabulary:
 
 
 class Grammars:
-    """Compiles the grammars of requests to one model, whose tokenizer is read when the first one comes.
+    """Compiles the grammars of requests to one model, whose tokenizer is read when it is needed, or by `prepare`.
 
     model: its folder, or a file beside its tokenizer; ends: ids that end a text, beside the tokenizer's own. ValueError
     from `compile`, naming what is missing or wrong.
@@ -75,6 +77,17 @@ class Grammars:
         self._folder = Path(model) if Path(model).is_dir() else Path(model).parent
         self._vocab_size, self._ends = vocab_size, frozenset(ends)
         self._tokens: LLTokenizer | None = None
+        self._lock = Lock()
+
+    def prepare(self) -> None:
+        """Read the tokenizer now: it takes seconds, and the first request with a grammar would hold up all others.
+
+        For a thread of its own, while the model is loaded. What is missing is said by `compile`, if a grammar comes.
+        """
+        with suppress(ImportError, ValueError):
+            import llguidance
+
+            self._read(llguidance)
 
     def compile(self, grammar: Grammar) -> LlMatcher:
         """A grammar at its beginning."""
@@ -82,7 +95,7 @@ class Grammars:
             import llguidance
         except ImportError:
             raise ValueError("grammar: needs the package llguidance; pip install 'kdtp[grammar]'") from None
-        tokens = self._tokens = self._tokens or self._read(llguidance)
+        tokens = self._read(llguidance)
         try:
             text = self._text(llguidance, grammar)
         except ValueError as error:
@@ -99,6 +112,12 @@ class Grammars:
         return str(llguidance.grammar_from(grammar.kind, grammar.text))
 
     def _read(self, llguidance: Any) -> LLTokenizer:
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = self._read_now(llguidance)
+            return self._tokens
+
+    def _read_now(self, llguidance: Any) -> LLTokenizer:
         from kdtp.text.files import TextError
 
         try:

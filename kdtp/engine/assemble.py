@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 
 from kdtp import draft
@@ -36,11 +37,16 @@ def local_link(on_progress: Callable[[int, int], None] = lambda done, total: Non
     return link
 
 
-def assemble(plan: Plan, links: Sequence[Link]) -> tuple[Coordinator, Handshake]:
-    """A coordinator over `links`, to be used once the handshake has advanced to its end."""
+def assemble(plan: Plan, links: Sequence[Link], serves: bool = False) -> tuple[Coordinator, Handshake]:
+    """A coordinator over `links`, to be used once the handshake has advanced to its end.
+
+    serves: for many requests, so what the first of a kind would wait for is made ready while the model is loaded.
+    """
     config, golden = plan.config, plan.golden
     fleet = Fleet(links, epoch=secrets.randbits(52), step_timeout=config.step_timeout)
     known = {golden.prompt: golden.tokens} if golden else {}
     drafter = draft.make(config.drafter, known, plan.model.vocab_size)
     grammars = Grammars(config.model, plan.model.vocab_size, plan.model.eos_token_ids)
+    if serves:
+        threading.Thread(target=grammars.prepare, daemon=True).start()
     return Coordinator(config, plan.model, fleet, drafter, grammars.compile), Handshake(fleet, config, os.getpid())

@@ -59,7 +59,7 @@ class Host:
             links = [local_link(self._tell_progress)]
         else:
             links = [ZmqLink(self._context, folder, rank) for rank in range(plan.config.tp)]
-        self._coordinator, self._handshake = assemble(plan, links)
+        self._coordinator, self._handshake = assemble(plan, links, serves=True)
         self._fleet = self._coordinator.fleet
         self._clients: dict[int, tuple[bytes, int]] = {}
         self._opened = 0

@@ -136,6 +136,18 @@ def test_what_a_grammar_needs_is_said(folder, tmp_path):
         made.generate([(1, 2)], SamplingParams(grammar=CODE))
 
 
+def test_the_tokenizer_is_read_once_and_may_be_read_ahead(folder, tmp_path, monkeypatch):
+    grammars = Grammars(str(folder), 512, ())
+    grammars.prepare()
+    monkeypatch.setattr("kdtp.text.tokenizer.load", None)  # calling it would fail
+    assert grammars.compile(CODE).mask() == grammars.compile(CODE).mask() != b""
+    monkeypatch.undo()
+    missing = Grammars(str(tmp_path), 512, (1,))
+    missing.prepare()
+    with pytest.raises(ValueError, match="no tokenizer"):
+        missing.compile(CODE)
+
+
 class Failing:
     """A grammar that reaches a limit at its third mask."""
 
