@@ -59,7 +59,7 @@ def run(chosen: argparse.Namespace) -> int:
         chosen.shutdown_timeout,
         chosen.max_restarts,
         chosen.restart_window,
-        Options(chosen.strict_params, chosen.keep_alive),
+        Options(chosen.strict_params, chosen.keep_alive, chosen.api_key_file is not None),
     )
     bound = bind(chosen.host, chosen.port)  # a taken port is told before anything is read
     checked = plan(engine_config(chosen))

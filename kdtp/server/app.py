@@ -26,6 +26,7 @@ from kdtp.server.driver import Driver
 from kdtp.server.errors import ApiError, invalid
 from kdtp.server.forms import ChatForm, CompletionForm
 from kdtp.server.gate import read_body, respond
+from kdtp.server.openapi import document
 from kdtp.server.prompts import Ask, Model, stop_strings
 from kdtp.text.calls import AnswerParser
 from kdtp.version import __version__
@@ -36,10 +37,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Options:
-    """strict: unknown fields are errors; keep_alive: seconds of silence after which a stream says that it lives."""
+    """strict: unknown fields are errors; keep_alive: seconds of silence after which a stream says that it lives;
+    with_keys: clients must show a key."""
 
     strict: bool = False
     keep_alive: float = 10.0
+    with_keys: bool = False
 
 
 class Endpoint:
@@ -54,6 +57,7 @@ class Endpoint:
         """The ASGI application, without its gate."""
         routes = [
             Route("/health", self.health),
+            Route("/openapi.json", self.openapi),
             Route("/metrics", self.metrics),
             Route("/v1/requests", self.requests),
             Route("/v1/models", self.models),
@@ -106,6 +110,10 @@ class Endpoint:
             for job in self._driver.jobs()
         ]
         return _json({"object": "list", "data": open_ones})
+
+    async def openapi(self, request: Request) -> Response:
+        """What is accepted."""
+        return _json(document(self._options.with_keys))
 
     async def models(self, request: Request) -> Response:
         """The one model, once it is loaded."""

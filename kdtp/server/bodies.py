@@ -20,6 +20,7 @@ Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Length = Annotated[int, Meta(ge=0, le=1 << 24)]
 Best = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Name = Annotated[str, Meta(max_length=1024)]
 
 
@@ -38,17 +39,17 @@ class Sampling(Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Length | None = None
     min_tokens: Length | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    min_p: float | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: IdList | None = None
     ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: dict[Annotated[str, Meta(max_length=20)], float] | None = None
     allowed_token_ids: IdList | None = None
     priority: Int32 | None = None
@@ -211,7 +212,10 @@ def decode(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
         text, at = found.groups()
         raise ApiError(400, f"{at}: {text}" if at else f"body: {text}", at or None) from None
     fields = {field.encode_name for field in msgspec.structs.fields(kind)}
-    return body, _unknown({name: value for name, value in raw.items() if name not in fields})
+    unknown = _unknown({name: value for name, value in raw.items() if name not in fields})
+    if getattr(body, "messages", None):
+        unknown += _unknown_in_messages(raw["messages"])
+    return body, unknown[:_MOST_NAMES]
 
 
 def _unknown(others: dict[str, msgspec.Raw]) -> list[str]:
@@ -223,5 +227,16 @@ def _unknown(others: dict[str, msgspec.Raw]) -> list[str]:
                 legal = " or ".join(str(v) for v in _ONLY[name]) or "absent"
                 raise ApiError(400, f"{name}: is not supported here; must be {legal}", name, "unsupported_parameter")
         elif name not in _LABELS:
-            unknown.append(name if name.isprintable() and name.isascii() and len(name) < 64 else ascii(name)[:64])
-    return unknown[:_MOST_NAMES]
+            unknown.append(_shown(name))
+    return unknown
+
+
+def _unknown_in_messages(raw: msgspec.Raw) -> list[str]:
+    """Fields of messages that are not read, unless they are empty: clients send back what they got."""
+    messages = msgspec.json.decode(raw, type=list[dict[str, msgspec.Raw]])
+    others = {name for message in messages for name, value in message.items() if bytes(value) not in (b"null", b"[]")}
+    return [f"messages[].{_shown(name)}" for name in sorted(others.difference(Message.__struct_fields__))]
+
+
+def _shown(name: str) -> str:
+    return name if name.isprintable() and name.isascii() and len(name) < 64 else ascii(name)[:64]

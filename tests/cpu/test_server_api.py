@@ -300,6 +300,28 @@ def test_unknown_fields_are_told(ready):
     assert "unknown fields ignored: tempratur, 'a\\nb'" in ready.text()
 
 
+def test_unknown_fields_of_messages_are_told_unless_empty(ready):
+    messages = [*ASKED, {"role": "assistant", "content": "So", "prefix": True, "refusal": None, "annotations": []}]
+    body = {"messages": messages, "max_tokens": 1}
+    status, _, headers = ready.call("POST", "/v1/chat/completions", body)
+    assert status == 200 and headers["x-kdtp-ignored-fields"] == "messages[].prefix"
+
+
+def test_the_document_says_what_is_accepted(ready):
+    document = ready.call("GET", "/openapi.json")[1]
+    schemas = document["components"]["schemas"]
+    for path, operations in document["paths"].items():
+        for method in operations:
+            status = ready.call(method.upper(), path.replace("{name}", "tiny"), b"{" if method == "post" else None)[0]
+            assert status == (400 if method == "post" else 200), path
+    assert set(schemas["CompletionBody"]["required"]) == {"prompt"}
+    fields = schemas["ChatBody"]["properties"]
+    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+    for name in ("n", "max_completion_tokens", "tools", "response_format", "stream_options", "min_p"):
+        assert name in fields
+    assert document["security"] == [{"key": []}] and document["paths"]["/health"]["get"]["security"] == []
+
+
 def test_the_door(ready):
     for key in (None, "", "wrong-key", KEY[:-1], KEY + "x", "ключ".encode().decode("latin-1")):
         for path in ("/v1/models", "/tokenize", "/nowhere"):
@@ -381,6 +403,38 @@ def test_metrics_and_open_requests(ready, client):
     until(lambda: figures(ready)["kdtp:num_requests_running"] == 0, 5, "gone from the engine")
     assert figures(ready)["kdtp:kv_cache_usage_perc"] == 0
     assert figures(ready)['kdtp:request_success_total{finished_reason="abort"}'] >= 1
+
+
+def test_a_storm_changes_no_text(ready, client):
+    """64 clients at once, a third of whom leave in the middle: each text is what it is alone."""
+    kinds = [
+        {"prompt": [*range(1, 80), 7], "temperature": 0},
+        {"prompt": [*range(1, 80), 9], "temperature": 0, "frequency_penalty": 0.5},
+        {"prompt": [5, 6], "temperature": 0.8, "seed": 3},
+        {"prompt": "a text", "temperature": 1.1, "seed": 4, "extra_body": {"top_k": 40, "min_p": 0.01}},
+        {"prompt": [*range(1, 80), 7], "temperature": 0, "extra_body": {"ignore_eos": True, "speculate": False}},
+        {"prompt": [8] * 150, "temperature": 0, "logit_bias": {"8": -5}},
+    ]
+    given = [{"model": "tiny", "max_tokens": 24} | kind for kind in kinds]
+    alone = [client.completions.create(**each).choices[0].text for each in given]
+
+    async def one(clients, i: int) -> str | None:
+        text = ""
+        async with await clients.completions.create(**given[i % len(given)], stream=True) as stream:
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                if i % 3 == 0 and len(text) > i % 10:
+                    return None
+        return text
+
+    async def storm():
+        async with openai.AsyncOpenAI(base_url=f"{ready.url}/v1", api_key=KEY, max_retries=0) as clients:
+            return await asyncio.gather(*(one(clients, i) for i in range(64)))
+
+    for i, text in enumerate(asyncio.run(storm())):
+        assert text is None or text == alone[i % len(alone)], i
+    until(lambda: figures(ready)["kdtp:num_requests_running"] == 0, 10, "idle")
+    assert figures(ready)["kdtp:kv_cache_usage_perc"] == 0 and not ready.call("GET", "/v1/requests")[1]["data"]
 
 
 def test_listeners_are_on_loopback(ready):

@@ -92,8 +92,10 @@ def test_an_engine_that_dies_is_no_end(tmp_path):
         assert "giving up: 2 engines died" in service.text()
 
 
-def test_told_to_end(tmp_path):
-    with Service(tmp_path, "--shutdown-timeout", 60) as service:
+def test_a_full_queue_and_an_end_by_two_signals(tmp_path):
+    with Service(tmp_path, "--shutdown-timeout", 60, "--max-queue", 2) as service:
+        status, answer, headers = service.call("POST", "/v1/completions", {"prompt": [1], "n": 4})
+        assert (status, answer["error"]["code"]) == (503, "overloaded") and int(headers["retry-after"]) >= 1
         short, long = Reader(service, GREEDY | {"max_tokens": 30}), Reader(service, SAMPLED | {"max_tokens": 500})
         until(lambda: long.chunks and short.chunks, 30, "under way")
         service.family()
