@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +31,9 @@ class Service:
         self.log = tmp_path / f"serve-{time.monotonic_ns()}.log"
         keys = tmp_path / "keys"
         keys.write_text(f"another-key-of-theirs\n{KEY}\n")
-        command = [sys.executable, "-m", "kdtp", "serve", "--model", TINY, "--tokenizer", TEXT, "--tp", tp]
+        shutil.copytree(TEXT, tmp_path / "model")
+        model = shutil.copy(TINY, tmp_path / "model" / "model.kdtr")
+        command = [sys.executable, "-m", "kdtp", "serve", "--model", model, "--tp", tp]
         command += ["--threads", 1, "--port", 0, "--api-key-file", keys, "--served-model-name", "tiny", *flags]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

@@ -189,13 +189,21 @@ def test_tools_are_shown_to_the_model(ready, client):
     assert len(ids) == tools.usage.prompt_tokens
 
 
-def test_a_json_schema_goes_to_the_engine(client):
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    with pytest.raises(openai.BadRequestError, match="no token that ends a text") as refused:  # this model has none
-        client.chat.completions.create(model="tiny", messages=ASKED, response_format=form)
-    assert refused.value.param == "response_format"
+def test_a_json_schema_is_kept(client):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    given = {"model": "tiny", "messages": ASKED, "response_format": form, "temperature": 0}
+    spaces = {
+        str(TOKENIZER.encode(c)[0]): -100 for c in "\t\n\r "
+    }  # the model likes them; the grammar does not need any
+    answer = client.chat.completions.create(**given, max_tokens=60, logit_bias=spaces).choices[0]
+    assert answer.finish_reason == "stop" and json.loads(answer.message.content) in ({"a": 1}, {"a": 2})
     with pytest.raises(openai.BadRequestError, match="beside tools"):
-        client.chat.completions.create(model="tiny", messages=ASKED, response_format=form, tools=[TOOL])
+        client.chat.completions.create(**given, tools=[TOOL])
+    form["json_schema"]["schema"] = {"type": "nonsense"}
+    with pytest.raises(openai.BadRequestError, match="nonsense") as refused:
+        client.chat.completions.create(**given)
+    assert refused.value.param == "response_format"
 
 
 def test_tokenize_and_back(ready):
