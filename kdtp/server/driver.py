@@ -24,6 +24,7 @@ from kdtp.server.session import Session
 TOLD_TO_END = "the server was told to end"
 _ASK = 1.0  # seconds between two looks at the engine's status
 _MOMENT = 0.2
+_MOST_DEATHS = 2  # at least, that a job may see: it may be what engines die of
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Driver:
     """Runs jobs in an engine that may die: the jobs do not. `submit`, `cancel` and `end` are for the event loop.
 
     More than most_deaths engines dead within `window` seconds are the end: every open job fails, health is "dead", and
-    on_dead is called in the event loop.
+    on_dead is called in the event loop. A job that was there at most_deaths of them fails alone, before the last one.
     """
 
     def __init__(self, plan: Plan, most_deaths: int, window: float, on_dead: Callable[[], None]) -> None:
@@ -221,13 +222,17 @@ class Driver:
         self._deaths.append(now)
         while self._deaths[0] < now - self._window:
             self._deaths.popleft()
-        for job in self.jobs():  # what an engine had taken must not be refused by the next one
-            job.accepted = job.accepted or job.label is not None
+        for job in self.jobs():
+            if job.label is not None:
+                job.outlive()
+            if job.deaths >= max(_MOST_DEATHS, self._most_deaths):
+                self._note(job, Failed(None, "engine", f"{job.deaths} engines died with this request open: {reason}"))
         self._change(state="restarting", reason=reason, done=0, restarts=self._health.restarts + 1)
         if len(self._deaths) > self._most_deaths:
             self._give_up(f"{len(self._deaths)} engines died within {self._window:.0f} s, the last: {reason}")
         else:
             logger.error("the engine died, the next one starts: %s", reason)
+        self._flush()
 
     def _give_up(self, reason: str) -> None:
         logger.error("giving up: %s", reason)

@@ -30,7 +30,8 @@ class Job:
 
     tell: called with each event, in the server's event loop; ends: ids that end the text; id: of the HTTP request.
     given, scored: tokens and prompt log-probabilities told so far; label: its name in the engine that runs now;
-    accepted: an engine took it. started, heard: when it came, and when its last tokens did, of time.monotonic.
+    accepted: an engine took it; deaths: of engines that had it. started, heard: when it came, and when its last tokens
+    did, of time.monotonic.
     """
 
     prompt: tuple[int, ...]
@@ -45,6 +46,7 @@ class Job:
     scored: int = 0
     label: int | None = None
     accepted: bool = False
+    deaths: int = 0
 
     def note(self, event: FromEngine) -> Told | None:
         """What is new in an event; an engine that took over may say some of it again."""
@@ -69,6 +71,11 @@ class Job:
         self.given += new
         at = event.position + skip
         return msgspec.structs.replace(event, position=at, tokens=new, logprobs=event.logprobs[skip:]) if new else None
+
+    def outlive(self) -> None:
+        """Its engine has died: the next one must not refuse it."""
+        self.label, self.accepted = None, True
+        self.deaths += 1
 
     def finished(self, context: int) -> Finished | None:
         """The end, if all was given before the engine could say so. context: the model's longest text."""

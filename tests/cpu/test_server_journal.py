@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from kdtp.messages import Failed, Finished, Refused, Scored, Tokens, Usage
 from kdtp.server.choice import Choice, Grown
+from kdtp.server.driver import Driver
 from kdtp.server.errors import invalid, of_terminal
 from kdtp.server.forms import ChatForm
 from kdtp.server.journal import Job
@@ -144,6 +146,28 @@ def test_what_nobody_wants_is_not_started():
     assert bench.client.cancelled == [1]
     bench.begin()
     assert not bench.client.submitted
+
+
+def test_a_job_that_engines_may_die_of_ends_before_the_service_does():
+    told: dict[str, list] = {"old": [], "new": [], "waiting": []}
+    gave_up = []
+
+    async def run():
+        driver = Driver(None, 3, 60.0, lambda: gave_up.append(True))
+        jobs = {name: Job((1,), SamplingParams(), heard.append) for name, heard in told.items()}
+        driver._jobs = dict.fromkeys(jobs.values())
+        for death in range(4):
+            for name in ("old", *(["new"] if death == 2 else [])):
+                jobs[name].label = 1
+            driver._die("bang")
+            await asyncio.sleep(0)
+            assert bool(told["old"]) == (death >= 2) and bool(gave_up) == (death == 3)
+        return driver.health
+
+    health = asyncio.run(run())
+    (failed,) = told["old"]
+    assert "3 engines died with this request open: bang" in failed.message and not told["new"] + told["waiting"]
+    assert health.state == "dead" and health.restarts == 4
 
 
 @pytest.mark.parametrize(
