@@ -158,6 +158,23 @@ def test_sampling_is_a_function_of_the_seed(capsys):
     assert code == 0 and out["matches_ar"] and out["matches_golden"] is None and out["max_abs_logit_diff"] is None
 
 
+@pytest.mark.parametrize("flag", ["repetition", "presence", "frequency"])
+def test_penalties(capsys, flag):
+    flags = (f"--{flag}-penalty", 1.9, "--drafter", "ngram", "--max-tokens", 24, "--check")
+    code, out = generate(capsys, "--prompt-tokens", "5,6,7,5,6,7", *flags)
+    _, plain = generate(capsys, "--prompt-tokens", "5,6,7,5,6,7", "--max-tokens", 24)
+    assert code == 0 and out["matches_ar"] and out["tokens"] != plain["tokens"]
+    assert len(set(out["tokens"])) > len(set(plain["tokens"]))
+    code, out = generate(capsys, f"--{flag}-penalty", 1.9, "--check")  # the file's own prompt, but not its text
+    assert code == 0 and out["matches_golden"] is None
+
+
+def test_no_end_before_so_many(capsys):
+    stop = GOLDEN.tokens[3]
+    _, out = generate(capsys, "--stop-tokens", stop, "--min-tokens", 9, "--max-tokens", 12)
+    assert len(out["tokens"]) >= 9 and out["tokens"][:3] == list(GOLDEN.tokens[:3]) and stop not in out["tokens"][:9]
+
+
 def test_bfloat16_runs_and_tree_equals_plain(capsys):
     code, out = generate(capsys, *PERFECT, "--dtype", "bfloat16", "--check")
     assert out["matches_ar"] is True and out["max_abs_logit_diff_ar"] == 0.0
@@ -173,6 +190,8 @@ def test_bfloat16_runs_and_tree_equals_plain(capsys):
         (["--temperature", "nan"], ["temperature = nan"]),
         (["--top-p", 0], ["top_p = 0.0"]),
         (["--max-tokens", 0], ["max_tokens = 0"]),
+        (["--repetition-penalty", 0], ["repetition_penalty = 0.0", "0.01..100"]),
+        (["--min-tokens", 99, "--max-tokens", 9], ["min_tokens = 99: must be 0..9"]),
         (["--prompt-tokens", "1,512"], ["prompt[1] = 512", "[0, 512)"]),
         (["--prompt-tokens", ""], ["--prompt-tokens = ''", "at least one token id"]),
         (["--prompt-tokens", ",".join(["1"] * 600)], ["600", "512"]),
