@@ -210,10 +210,11 @@ def _refuse_unknown(cls: Any, values: Mapping[str, Any], source: str) -> None:
 class DrafterConfig:
     """Which drafter, and its settings.
 
-    name: "none", "oracle" (knows the golden continuation of a KDTR model) or "ngram" (looks up the text so far).
-    block: tokens a round can commit, so the draft has block - 1 positions. topk: candidates per depth.
-    shape: "tree", or "chain" for the single most likely path. hit[d]: the oracle's chance to know depth d + 1 (the
-    last value holds for deeper ones); rank: the truth is put at a random rank below this; ngram_max: longest match.
+    name: "none", "oracle" (knows the golden continuation of a KDTR model), "ngram" (looks up the text so far) or
+    "dflash" (a network in the folder `model`). block: tokens a round can commit, so the draft has block - 1 positions.
+    topk: candidates per depth. shape: "tree", or "chain" for the single most likely path. hit[d]: the oracle's chance
+    to know depth d + 1 (the last value holds for deeper ones); rank: the truth is put at a random rank below this;
+    ngram_max: longest match. 0 leaves to the network's file its window (tokens back) and amplitude (of its cosines).
     """
 
     name: str = "none"
@@ -225,17 +226,22 @@ class DrafterConfig:
     rank: int = 1
     seed: Annotated[int, Range(-(1 << 63), (1 << 63) - 1)] = 0
     ngram_max: Annotated[int, Range(1, 16)] = 4
+    model: str = ""
+    window: Annotated[int, Range(0, 1 << 24)] = 0
+    amplitude: Annotated[float, Range(0.0, 100.0)] = 0.0
 
     def __post_init__(self) -> None:
         _want(self.name in DRAFTERS, "drafter", self.name, f"one of {', '.join(DRAFTERS)}")
         check_ranges(self, "drafter.")
+        network = self.name == "dflash"
+        _want(bool(self.model) == network, "drafter.model", self.model, "a folder with dflash, else absent")
         _want(self.shape in ("tree", "chain"), "drafter.shape", self.shape, "tree or chain")
         legal = 1 <= len(self.hit) <= _DEEPEST and all(0.0 <= p <= 1.0 for p in self.hit)
         _want(legal, "drafter.hit", self.hit, f"1..{_DEEPEST} probabilities 0..1")
         _want(1 <= self.rank <= self.topk, "drafter.rank", self.rank, f"1..topk ({self.topk})")
 
 
-DRAFTERS = ("none", "oracle", "ngram")
+DRAFTERS = ("none", "oracle", "ngram", "dflash")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 

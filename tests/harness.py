@@ -20,7 +20,7 @@ from kdtp.engine.assemble import local_link
 from kdtp.engine.coordinator import Compile, Coordinator
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
-from kdtp.engine.link import Link, ZmqLink
+from kdtp.engine.link import Link, LocalLink, ZmqLink
 from kdtp.engine.plan import plan
 from kdtp.engine.request import Request
 from kdtp.messages import Finished, Scored, Tokens, Usage
@@ -51,8 +51,8 @@ class Harness:
         self.context = zmq.Context()
         self.folder = rundir.create()
         self.launcher: subprocess.Popen[bytes] | None = None
-        links: list[Link] = [local_link()] if tp == 1 else self._spawn(tp)
-        self.fleet = Fleet(links, 1, self.config.step_timeout)
+        self.links: list[Link] = [local_link()] if tp == 1 else self._spawn(tp)
+        self.fleet = Fleet(self.links, 1, self.config.step_timeout)
         handshake = Handshake(self.fleet, self.config, os.getpid())
         while not handshake.advance(0.5):
             assert self.launcher is None or self.launcher.poll() is None, "the ranks ended while loading"
@@ -68,7 +68,9 @@ class Harness:
     def coordinator(self, drafter: DrafterConfig = NONE, known: Mapping | None = None, **settings) -> Coordinator:
         """A fresh coordinator over the loaded ranks."""
         config = dataclasses.replace(self.config, drafter=drafter, **settings)
-        made = draft.make(drafter, known or {}, self.plan.model.vocab_size)
+        target = self.links[0].target if isinstance(self.links[0], LocalLink) else None
+        made = draft.make(drafter, known or {}, self.plan.model.vocab_size, target)
+        made.start()
         return Coordinator(config, self.plan.model, self.fleet, made, self.compile)
 
     def run(

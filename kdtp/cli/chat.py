@@ -46,7 +46,7 @@ def run(chosen: argparse.Namespace) -> int:
     """Talk until the end of input."""
     checked = plan(engine_config(chosen))
     if checked.config.drafter.name == "oracle":
-        raise ConfigError("drafter = 'oracle': knows only the model file's own prompt; must be none or ngram")
+        raise ConfigError("drafter = 'oracle': knows only the model file's own prompt; must be none, ngram or dflash")
     check_stops(chosen.stop)
     tokenizer = find_tokenizer(chosen, checked.config.model, checked.model.vocab_size, needed=True)
     assert tokenizer is not None

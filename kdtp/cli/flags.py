@@ -41,6 +41,9 @@ _DRAFTER = {
     "rank": ("oracle-rank", "oracle: the truth stands at a random rank below this"),
     "seed": ("drafter-seed", "oracle: seed of its chances"),
     "ngram_max": ("ngram-max", "ngram: longest match"),
+    "model": ("drafter-model", "dflash: folder of the drafter, as published"),
+    "window": ("drafter-window", "dflash: how many tokens back it sees (0: as its file says)"),
+    "amplitude": ("drafter-amplitude", "dflash: of its rotary embedding, unless its file says one (0: by its YaRN)"),
 }
 _SAMPLING = (
     ("temperature", float, "0: greedy"),

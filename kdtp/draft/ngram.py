@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 from kdtp.config import DrafterConfig
-from kdtp.draft.base import Ask
+from kdtp.draft.base import Ask, OfText
 from kdtp.proposals import Proposal, Trie
 
 
@@ -46,7 +46,7 @@ class _Text:
         return found
 
 
-class Ngram:
+class Ngram(OfText):
     """Proposes the continuations of up to `topk` earlier matches of at most `ngram_max` tokens, merged into one trie.
 
     A match of n tokens weighs 2^(n-1). A node's probability is its weight over its parent's weight + 1: what is left

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kdtp.draft.base import Ask
+from kdtp.draft.base import Ask, OfText
 from kdtp.proposals import Proposal
 
 
-class Nothing:
+class Nothing(OfText):
     """Proposes nothing, so that every tree is its root."""
 
     def admit(self, seq: int, tokens: Sequence[int], cached: int) -> None:

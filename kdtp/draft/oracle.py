@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kdtp.config import DrafterConfig
-from kdtp.draft.base import Ask
+from kdtp.draft.base import Ask, OfText
 from kdtp.proposals import Marginals, Proposal
 
 
@@ -23,7 +23,7 @@ class _Follow:
     key: str
 
 
-class Oracle:
+class Oracle(OfText):
     """Proposes from golden continuations, keyed by prompt.
 
     At depth d + 1 the truth is a candidate with probability hit[d], at a random rank below `rank`; all others are

@@ -32,7 +32,7 @@ def local_link(on_progress: Callable[[int, int], None] = lambda done, total: Non
             on_progress(message.done, message.total)
 
     worker = Worker(0, 1, emit, lambda device, timeout: Solo())
-    link.handle = worker.handle
+    link.handle, link.target = worker.handle, lambda: worker.shard
     worker.hello()
     return link
 
@@ -45,8 +45,10 @@ def assemble(plan: Plan, links: Sequence[Link], serves: bool = False) -> tuple[C
     config, golden = plan.config, plan.golden
     fleet = Fleet(links, epoch=secrets.randbits(52), step_timeout=config.step_timeout)
     known = {golden.prompt: golden.tokens} if golden else {}
-    drafter = draft.make(config.drafter, known, plan.model.vocab_size)
+    target = links[0].target if isinstance(links[0], LocalLink) else None
+    drafter = draft.make(config.drafter, known, plan.model.vocab_size, target)
     grammars = Grammars(config.model, plan.model.vocab_size, plan.model.eos_token_ids)
     if serves:
         threading.Thread(target=grammars.prepare, daemon=True).start()
-    return Coordinator(config, plan.model, fleet, drafter, grammars.compile), Handshake(fleet, config, os.getpid())
+    handshake = Handshake(fleet, config, os.getpid(), drafter.start)
+    return Coordinator(config, plan.model, fleet, drafter, grammars.compile), handshake

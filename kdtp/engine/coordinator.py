@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import msgspec
 
 from kdtp.config import EngineConfig, ModelConfig
-from kdtp.draft.base import Ask, Drafter
+from kdtp.draft.base import Ask, Drafter, Kept
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.outcome import Event, Outcome, Picked, parts
 from kdtp.engine.pages import PagePool
@@ -110,6 +110,7 @@ class Coordinator:
             answers = zip(plan.turns, rows, parts(plan.turns, rows, answer), strict=True)
             outcomes = [self._settle(turn, r, picked) for turn, r, picked in answers]
         with self._stage("commit"):
+            self.drafter.keep(list(_kept(rows, outcomes)))
             self._commit([o.move for o in outcomes if o.move], [o.request for o in outcomes if o.ended])
             for outcome in outcomes:
                 if not outcome.ended:
@@ -137,7 +138,8 @@ class Coordinator:
         self._spent[name] = time.perf_counter() - start
 
     def _propose(self, turns: Sequence[Turn]) -> dict[int, Proposal]:
-        asks = [Ask(turn.request.id, self._room(turn.request)) for turn in turns if self._width(turn) > 0]
+        requests = [turn.request for turn in turns if self._width(turn) > 0]
+        asks = [Ask(request.id, self._room(request), request.pages) for request in requests]
         asks = [ask for ask in asks if ask.depth > 0]
         proposals = self.drafter.propose(asks) if asks else []
         return {ask.seq: p for ask, p in zip(asks, proposals, strict=True) if p is not None}
@@ -225,7 +227,7 @@ class Coordinator:
         if request.matcher is not None:
             request.follow(emitted)
         return Outcome(
-            request, first_scored, picked, emitted, at[: len(emitted)], move, len(rows.scored), reason, broken
+            request, kept, first_scored, picked, emitted, at[: len(emitted)], move, len(rows.scored), reason, broken
         )
 
     def _count(self, request: Request, depth: int, matched: int) -> None:
@@ -261,3 +263,12 @@ class Coordinator:
             else:
                 for stage, spent in self._spent.items():
                     seconds[stage] += spent
+
+
+def _kept(rows: Sequence[SeqRows], outcomes: Sequence[Outcome]) -> Iterator[Kept]:
+    """What the step has committed; not of a request that its NaN end."""
+    first = 0
+    for r, outcome in zip(rows, outcomes, strict=True):
+        if not outcome.broken:
+            yield Kept(r.seq, r.start, [first + row for row in outcome.kept], outcome.request.pages)
+        first += len(r.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from kdtp.config import EngineConfig, digest
 from kdtp.engine.fleet import Fleet
@@ -13,9 +14,15 @@ from kdtp.version import __version__
 
 
 class Handshake:
-    """Welcomes each rank that says hello and waits until all are ready. `config.kv_tokens` must be resolved."""
+    """Welcomes each rank that says hello and waits until all are ready, then calls `on_ready`, once.
 
-    def __init__(self, fleet: Fleet, config: EngineConfig, pid: int) -> None:
+    `config.kv_tokens` must be resolved.
+    """
+
+    def __init__(
+        self, fleet: Fleet, config: EngineConfig, pid: int, on_ready: Callable[[], None] = lambda: None
+    ) -> None:
+        self._on_ready: Callable[[], None] | None = on_ready
         self._fleet = fleet
         self._model_hash: str | None = None
         self._config_hash = digest(config)
@@ -34,11 +41,17 @@ class Handshake:
         return sum(done for done, _ in self._progress.values()), sum(total for _, total in self._progress.values())
 
     def advance(self, seconds: float) -> bool:
-        """Work on it for up to `seconds`; whether all ranks are ready. EngineFault on refusal or a passed deadline."""
+        """Work on it for up to `seconds`; whether all ranks are ready.
+
+        EngineFault on refusal or a passed deadline; what on_ready raises.
+        """
         now = time.monotonic()
         for link, message, _ in self._fleet.arrivals(min(now + seconds, self._deadline, self._stalled_at)):
             self._take(link, message)
         if len(self._ready) == self._world:
+            if self._on_ready is not None:
+                self._on_ready()
+                self._on_ready = None
             return True
         now = time.monotonic()
         if now >= min(self._deadline, self._stalled_at):

@@ -43,11 +43,13 @@ def parts(turns: Sequence[Turn], rows: Sequence[SeqRows], answer: Ids) -> Iterat
 class Outcome(NamedTuple):
     """What one step did to one request.
 
-    first: its first picked row; at: of the picked rows, those that chose the emitted tokens; move: rows to keep;
-    scored: how many prompt tokens behind row `first` the picked rows tell of; broken: no token could be chosen.
+    kept: of its rows in the step, those that stay; first: its first picked row; at: of the picked rows, those that
+    chose the emitted tokens; move: rows to move; scored: how many prompt tokens behind row `first` the picked rows tell
+    of; broken: no token could be chosen.
     """
 
     request: Request
+    kept: Sequence[int]
     first: int
     picked: Picked
     emitted: list[int]

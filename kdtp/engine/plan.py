@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kdtp.config import ConfigError, EngineConfig, ModelConfig
+from kdtp.config import ConfigError, DrafterConfig, EngineConfig, ModelConfig
+from kdtp.draft.dflash import config as dflash
+from kdtp.draft.dflash.folder import Folder
 from kdtp.log import amount
 from kdtp.model.weights import kdtr
 from kdtp.model.weights.hf import Checkpoint
@@ -68,11 +70,34 @@ def plan(config: EngineConfig) -> Plan:
         raise ConfigError(f"tp = {config.tp}: {model.path.name} can be split over {legal} ranks")
     if config.drafter.name == "oracle" and model.golden is None:
         raise ConfigError(
-            f"drafter = 'oracle': {model.path.name} holds no golden tokens to know; must be none or ngram"
+            f"drafter = 'oracle': {model.path.name} holds no golden tokens to know; must be none, ngram or dflash"
         )
+    if config.drafter.name == "dflash":
+        config = dataclasses.replace(config, drafter=_drafter(config, model.config))
     kv_tokens = config.pages(model.config) * PAGE_ROWS
     resolved = dataclasses.replace(config, model=str(model.path), kv_tokens=kv_tokens)
     return Plan(resolved, model.config, model.golden, model.notes)
+
+
+def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
+    """The settings of a network with its block's size, once it is known to fit the model."""
+    for key, value, legal in (("tp", config.tp, 1), ("device", config.device, "cpu")):
+        if value != legal:
+            raise ConfigError(f"{key} = {value!r}: must be {legal!r} with drafter dflash, so far", key)
+    chosen, path = config.drafter, Path(config.drafter.model).absolute()
+    network = dflash.read(path, chosen.amplitude or None, chosen.window)
+    for key, found, want in (
+        ("hidden_size", network.hidden_size, model.hidden_size),
+        ("vocab_size", network.vocab_size, model.vocab_size),
+        ("num_target_layers", network.num_target_layers or model.num_hidden_layers, model.num_hidden_layers),
+    ):
+        if found != want:
+            raise ConfigError(f"{path}: {key} = {found}: the model's is {want}; this drafter is another model's", key)
+    if max(network.target_layer_ids) >= model.num_hidden_layers:
+        layers = model.num_hidden_layers
+        raise ConfigError(f"{path}: target_layer_ids = {network.target_layer_ids}: the model has {layers} layers")
+    with Folder(path, network):
+        return dataclasses.replace(chosen, model=str(path), block=min(chosen.block, network.block_size))
 
 
 def _file(path: str) -> _Model:

@@ -55,10 +55,12 @@ class Shard:
         self.cache = PagedCache(self.config, pages, weights.dtype, poison, self.device)
         self.vocab_start = weights.vocab_start
         self._cos, self._sin = rope.tables(self.config, pages * PAGE_ROWS, self.device)
-        self._embed = weights.take("embed")
+        self.embed = weights.take("embed")
         self._layers = [_layer(weights, comm, i) for i in range(self.config.num_hidden_layers)]
         self._final_norm = Norm(weights.take("final_norm"), self.config.rms_norm_eps)
-        self._head = weights.matrix("head")
+        self.head = weights.matrix("head")
+        self.features: torch.Tensor | None = None
+        self._taps: tuple[int, ...] = ()
         self._graphs: Graphs | None = None
 
     @classmethod
@@ -94,10 +96,23 @@ class Shard:
 
         Captured now: plain decoding of up to `seqs` sequences, and trees of `nodes` nodes; others when first needed.
         """
-        self._graphs = Graphs(self._head.new_empty(ROWS[-1], self._head.shape[1]))
+        self._graphs = Graphs(self.head.new_empty(ROWS[-1], self.head.shape[1]))
         with torch.inference_mode():
             for shape in usual(seqs, nodes):
                 self._graphs.capture(self._run, shape)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the KV cache."""
+        return self.cache.pages * PAGE_ROWS
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """From now on, `features` are the residual stream of the last forward's rows after each of these layers, side
+        by side, [M, taps * H]: what a drafter is made to read. NotImplementedError on a GPU."""
+        if self.device.type != "cpu":
+            raise NotImplementedError(f"features of layers on {self.device}: only on a CPU")
+        assert all(0 <= i < len(self._layers) for i in layers), f"layers {layers} of {len(self._layers)}"
+        self._taps = tuple(layers)
 
     @property
     def graphs(self) -> int:
@@ -121,14 +136,19 @@ class Shard:
         """Of the picked rows, [R, n] for the n token ids of this rank."""
         hidden = self._hidden(batch).index_select(0, batch.picked)
         if not len(hidden):
-            return hidden.new_empty(0, self._head.shape[1])
-        return kernels.linear(self._final_norm(hidden), self._head)
+            return hidden.new_empty(0, self.head.shape[1])
+        return kernels.linear(self._final_norm(hidden), self.head)
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
-        delta = kernels.embedding(batch.tokens, self._embed, self.vocab_start)
+        delta = kernels.embedding(batch.tokens, self.embed, self.vocab_start)
         residual = torch.zeros_like(delta)
-        for layer, kv in zip(self._layers, self.cache.kv, strict=True):
+        tapped: dict[int, torch.Tensor] = {}
+        for i, (layer, kv) in enumerate(zip(self._layers, self.cache.kv, strict=True)):
             delta, residual = layer(delta, residual, batch, kv)
+            if i in self._taps:
+                tapped[i] = residual + self.comm.all_reduce(delta)
+        if self._taps:
+            self.features = torch.cat([tapped[i] for i in self._taps], 1)
         return residual + self.comm.all_reduce(delta)
 
     def commit(self, moves: Iterable[Move]) -> None:

@@ -40,7 +40,7 @@ V2: dict[str, Any] = V1 | {
     "layer_types": ["sliding_attention"] * 2,
     "sliding_window": 5,
     "dflash_config": V1["dflash_config"]
-    | {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 8},
+    | {"conv_kernel_size": 3, "conv_group_size": 2, "selector_rank": 5, "selector_top_k": 8},
 }
 CASES: dict[str, dict[str, Any]] = {
     "v1": V1,
@@ -94,7 +94,7 @@ _BASE = DFlashConfig(
 
 
 def case_config(name: str) -> DFlashConfig:
-    second = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 8}
+    second = {"conv_kernel_size": 3, "conv_group_size": 2, "selector_rank": 5, "selector_top_k": 8}
     return dataclasses.replace(_BASE, **(second if name.startswith("v2") else {}), **SAID.get(name, {}))
 
 

@@ -71,6 +71,8 @@ LEGAL: dict[type, tuple[dict[str, Any], dict[str, tuple[float, float]]]] = {
             "rank": (1, 16),
             "seed": (-(2**63), 2**63 - 1),
             "ngram_max": (1, 16),
+            "window": (0, 1 << 24),
+            "amplitude": (0.0, 100.0),
         },
     ),
     EngineConfig: (

@@ -12,7 +12,7 @@ from dflash_cases import CASES, TAPS, VOCAB, case_config, random_drafter, write_
 from model_cases import ThreadComm
 
 from kdtp.draft.dflash import config as configs
-from kdtp.draft.dflash.network import Block, DFlash, Target
+from kdtp.draft.dflash.network import Block, DFlash, TargetPart
 from kdtp.draft.dflash.select import best, log_probabilities
 from kdtp.model.comm import Solo
 from kdtp.model.weights.table import span
@@ -31,7 +31,7 @@ def network(folder, reference, comm=None, **flags):
     comm = comm or Solo()
     first, last = span(VOCAB, comm.rank, comm.size)
     embed, head = torch.from_numpy(reference.embed[first:last]), torch.from_numpy(reference.head[:, first:last].copy())
-    return DFlash(folder, configs.read(folder, **flags), Target(embed, head, first), comm, ROWS, poison=True)
+    return DFlash(folder, configs.read(folder, **flags), TargetPart(embed, head, first), comm, ROWS, poison=True)
 
 
 def folder_of(name, tmp_path):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetPart:
     """What a drafter uses of its target, of one rank: embed [n, H] and head [H, n] of ids first .. first + n - 1."""
 
     embed: torch.Tensor
@@ -49,7 +49,7 @@ class DFlash:
     """
 
     def __init__(
-        self, folder: Path, config: DFlashConfig, target: Target, comm: Comm, rows: int, poison: bool = False
+        self, folder: Path, config: DFlashConfig, target: TargetPart, comm: Comm, rows: int, poison: bool = False
     ) -> None:
         self.config, self._target, self._comm = config, target, comm
         dtype, device = target.embed.dtype, target.embed.device
@@ -81,7 +81,7 @@ class DFlash:
             kept[:, rows] = layer_.attention.keys_values(context, angles)
 
     @torch.inference_mode()
-    def draft(self, blocks: Sequence[Block], depth: int, k: int) -> list[Marginals] | list[Conditionals]:
+    def draft(self, blocks: Sequence[Block], depth: int, k: int) -> Sequence[Marginals | Conditionals]:
         """Candidates for the `depth` tokens after each root, at most block_size - 1.
 
         Version 1 gives the k best of each depth; version 2 its config's selector_top_k, scored after one another.

@@ -1,107 +1,41 @@
-"""The parameters of a published DFlash drafter: names, shapes, how ranks split them, and the folder they lie in."""
+"""One rank's part of the parameters of a published DFlash drafter."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Self
 
 import torch
 
 from kdtp import kernels
 from kdtp.draft.dflash.config import DFlashConfig
-from kdtp.model.weights.hf import open_shards
-from kdtp.model.weights.safetensors import CheckpointError, File, Stored
-
-_PREFIX = "model."
-_DTYPES = ("BF16", "F16", "F32")
-_ROTARY = re.compile(r"(.*\.)?rotary_emb\.\w+")  # computed from config.json
-
-
-@dataclass(frozen=True)
-class Param:
-    """A parameter as stored, [out, in]; axis: the dimension that is cut into one part per rank (None: not cut)."""
-
-    shape: tuple[int, ...]
-    axis: int | None = None
-
-
-def parameters(c: DFlashConfig) -> dict[str, Param]:
-    """Every parameter by its published name."""
-    table = {"fc.weight": Param((c.hidden_size, c.features), 1)}
-    table |= {name: Param((c.hidden_size,)) for name in ("hidden_norm.weight", "norm.weight")}
-    for i in range(c.num_hidden_layers):
-        layer = _attention(c) | _mlp(c) | (_convolutions(c) if c.version == 2 else {})
-        table |= {f"layers.{i}.{name}": param for name, param in layer.items()}
-    return table | (_selector(c) if c.version == 2 else {})
-
-
-def _attention(c: DFlashConfig) -> dict[str, Param]:
-    hidden, queries, keys = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    table = {f"self_attn.{name}_norm.weight": Param((c.head_dim,)) for name in "qk"}
-    table |= {f"{name}_layernorm.weight": Param((hidden,)) for name in ("input", "post_attention")}
-    for name, width in (("q", queries), ("k", keys), ("v", keys)):
-        table[f"self_attn.{name}_proj.weight"] = Param((width, hidden), 0)
-        if c.attention_bias:
-            table[f"self_attn.{name}_proj.bias"] = Param((width,), 0)
-    table["self_attn.o_proj.weight"] = Param((hidden, queries), 1)
-    return table | ({"self_attn.o_proj.bias": Param((hidden,))} if c.attention_bias else {})
-
-
-def _mlp(c: DFlashConfig) -> dict[str, Param]:
-    wide = {f"mlp.{name}_proj.weight": Param((c.intermediate_size, c.hidden_size), 0) for name in ("gate", "up")}
-    return wide | {"mlp.down_proj.weight": Param((c.hidden_size, c.intermediate_size), 1)}
-
-
-def _convolutions(c: DFlashConfig) -> dict[str, Param]:
-    table = {}
-    for kind in ("attention", "mlp"):
-        table[f"{kind}_conv.base_kernel"] = Param((2, c.conv_kernel_size, c.hidden_size))
-        coefficients = 2 * c.conv_kernel_size * (c.hidden_size // c.conv_group_size)
-        table[f"{kind}_conv.kernel_projection.weight"] = Param((coefficients, c.hidden_size))
-    return table
-
-
-def _selector(c: DFlashConfig) -> dict[str, Param]:
-    books = {f"candidate_selector.{side}_codebook": (c.vocab_size, c.selector_rank) for side in _SIDES}
-    shapes = books | {"candidate_selector.hidden_projection.weight": (c.selector_rank, c.hidden_size)}
-    return {name: Param(shape) for name, shape in shapes.items()}
-
-
-_SIDES = ("predecessor", "successor")
+from kdtp.draft.dflash.folder import Folder
 
 
 class Weights:
     """The parameters in a drafter's folder, cut to the part of `rank` of `size`, in `dtype` on `device`.
 
-    Raises CheckpointError unless every parameter is there in its shape and nothing else is, ValueError for a size that
-    does not divide the drafter.
+    Raises CheckpointError as Folder, ValueError for a size that does not divide the drafter.
     """
 
     def __init__(
-        self, folder: Path, config: DFlashConfig, rank: int, size: int, dtype: torch.dtype, device: torch.device
+        self, path: Path, config: DFlashConfig, rank: int, size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         if size not in config.legal_tp():
-            raise ValueError(f"tp = {size}: {folder} can be split over {config.legal_tp()} ranks")
+            raise ValueError(f"tp = {size}: {path} can be split over {config.legal_tp()} ranks")
         self.config, self.dtype, self.device = config, dtype, device
         self._rank, self._size = rank, size
-        self._table = parameters(config)
-        self._files = open_shards(folder)
-        self._where = dict(self._by_name())
-        for name, param in self._table.items():
-            self._check(folder, name, param)
+        self._folder = Folder(path, config)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for file in self._files:
-            file.close()
+    def __exit__(self, *exception: object) -> None:
+        self._folder.__exit__(*exception)
 
     def take(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """This rank's part of a parameter, as stored."""
-        param, (file, stored) = self._table[name], self._where[name]
+        param, (file, stored) = self._folder.table[name], self._folder.where[name]
         cut = [slice(None), slice(None)]
         if param.axis is not None:
             each = param.shape[param.axis] // self._size
@@ -126,30 +60,3 @@ class Weights:
     def bias(self, *names: str) -> torch.Tensor | None:
         """Parts of biases, one beside the other; None in a drafter without."""
         return torch.cat([self.take(name) for name in names]) if self.config.attention_bias else None
-
-    def _by_name(self) -> list[tuple[str, tuple[File, Stored]]]:
-        """Every tensor by its name without prefix; CheckpointError for one that is no parameter."""
-        found: dict[str, tuple[File, Stored]] = {}
-        for file in self._files:
-            for stored in file.tensors.values():
-                name = stored.name.removeprefix(_PREFIX)
-                if name in found:
-                    _complain(file, stored, "name", "one of its kind", f"{found[name][1].name!r} too")
-                if name in self._table:
-                    found[name] = file, stored
-                elif not _ROTARY.fullmatch(name):
-                    _complain(file, stored, "name", f"a parameter of DFlash {self.config.version}", str(stored))
-        return list(found.items())
-
-    def _check(self, folder: Path, name: str, param: Param) -> None:
-        if name not in self._where:
-            raise CheckpointError(f"{folder}: tensor {name!r}: is missing")
-        file, stored = self._where[name]
-        if stored.shape != param.shape:
-            _complain(file, stored, "shape", list(param.shape), list(stored.shape))
-        if stored.dtype not in _DTYPES:
-            _complain(file, stored, "dtype", " or ".join(_DTYPES), stored.dtype)
-
-
-def _complain(file: File, stored: Stored, what: str, want: object, found: object) -> NoReturn:
-    raise CheckpointError(f"{file.path}: tensor {stored.name!r}: {what}: want {want}, found {found}")
