@@ -6,6 +6,7 @@ import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class ByteLevelCodec:
     template_defaults: Mapping[str, Any] = {}
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self._path = path
         file = read_json(path)
         model = _model(file, path)
         vocab: dict[str, int] = model["vocab"]
@@ -61,8 +63,18 @@ class ByteLevelCodec:
             before, after = (self._by_id.get(_at(parts, k)) for k in (i - 1, i + 1))
             text = part.lstrip() if before and before.rstrip else part
             text = text.rstrip() if after and after.lstrip else text
-            ids += self._bpe.encode(text, add_special_tokens=False).ids
+            ids += self._encode(text)
         return ids
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            found: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            # Where a file's regular expression does not come to an end the library panics, with no Exception.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise TextError(f"{self._path}: {error}") from None
+        return found
 
     def token_bytes(self, token: int) -> bytes:
         """As of `Tokenizer`."""
@@ -80,8 +92,11 @@ def _model(file: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else model
         raise TextError(f"{path}: model.type = {reprlib.repr(kind)}: must be BPE")
-    if not isinstance(model.get("vocab"), dict) or not isinstance(model.get("merges"), list):
+    if not model.get("vocab") or not isinstance(model["vocab"], dict) or not isinstance(model.get("merges"), list):
         raise TextError(f"{path}: model: must have a vocab object and a list of merges")
+    for number, merge in enumerate(model["merges"]):
+        if not _is_pair(merge.split(" ") if isinstance(merge, str) else merge):
+            raise TextError(f"{path}: model.merges[{number}] = {reprlib.repr(merge)}: must be two tokens")
     decoder = file.get("decoder")
     kind = decoder.get("type") if isinstance(decoder, dict) else decoder
     if kind != "ByteLevel":
@@ -96,9 +111,12 @@ def _model(file: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _added(file: Mapping[str, Any], vocab: Mapping[str, int], path: Path) -> Iterator[Added]:
+    entries = file.get("added_tokens") or []
+    if not isinstance(entries, list):
+        raise TextError(f"{path}: added_tokens = {reprlib.repr(entries)}: must be a list")
     names = {token: name for name, token in vocab.items()}
     seen: dict[str, int] = {}
-    for number, entry in enumerate(file.get("added_tokens") or []):
+    for number, entry in enumerate(entries):
         where = f"{path}: added_tokens[{number}]"
         token, name = (entry.get(key) if isinstance(entry, dict) else None for key in ("id", "content"))
         if type(token) is not int or not 0 <= token < 1 << 31 or not isinstance(name, str) or not name:
@@ -136,6 +154,10 @@ def _plain(
         raise TextError(f"{path}: {error}") from None
 
 
+def _is_pair(merge: object) -> bool:
+    return isinstance(merge, list) and len(merge) == 2 and all(isinstance(part, str) for part in merge)
+
+
 def _merged(merge: str | list[str]) -> tuple[str, str, str]:
     """The two parts of a merge, which old files give as "a b", and what they become."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
@@ -145,12 +167,13 @@ def _merged(merge: str | list[str]) -> tuple[str, str, str]:
 def _begin(file: Mapping[str, Any], controls: Mapping[str, int], path: Path) -> Iterator[int]:
     """Ids that the post-processor puts before a text."""
     processor = file.get("post_processor") or {}
-    steps = processor.get("processors", [processor])
-    for item in (item for step in steps for item in step.get("single", [])):
-        if "SpecialToken" not in item:
-            return
-        name = item["SpecialToken"].get("id")
-        if name not in controls:
+    try:
+        steps = processor.get("processors", [processor])
+        items = [item.get("SpecialToken", {}).get("id") for step in steps for item in step.get("single", [])]
+    except (AttributeError, TypeError):
+        raise TextError(f"{path}: post_processor = {reprlib.repr(processor)}: is none that is known") from None
+    for name in takewhile(lambda name: name is not None, items):
+        if not isinstance(name, str) or name not in controls:
             raise TextError(f"{path}: post_processor: {name!r} is no added token")
         yield controls[name]
 

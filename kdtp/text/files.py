@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import json
+import os
 import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kdtp import files
+
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+_LARGEST = 1 << 26  # bytes; tokenizer.json of DeepSeek-V3 has 8 MB
 
 
 class TextError(ValueError):
     """A tokenizer file, a chat template or a text that cannot be used; the message names it and says why."""
 
 
+def read_bytes(path: Path) -> bytes:
+    """All of a file. TextError for one that cannot be read, or is far too large."""
+    try:
+        return files.read(path, _LARGEST)
+    except OSError as error:
+        raise TextError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file. TextError for a file that holds anything else."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
+    data = read_bytes(path)
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise TextError(f"{path}: {error}") from None
     if not isinstance(found, dict):
         raise TextError(f"{path}: must be a JSON object, is {reprlib.repr(found)}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import tiktoken
 
-from kdtp.text.files import TextError
+from kdtp.text.files import TextError, read_bytes
 
 CLASS = "TikTokenTokenizer"  # tokenizer_class of the published tokenizer_config.json
 SPECIALS = 256  # ids after the ranks; a constant of the format
@@ -102,7 +102,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     """
     ranks: dict[bytes, int] = {}
     lines: dict[int, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_bytes(path).splitlines(), 1):
         if not line:
             continue
         token, rank = _entry(line, f"{path}: line {number}")
@@ -143,7 +143,7 @@ def _controls(first: int, settings: Mapping[str, Any], path: Path) -> tuple[dict
         where = f"{path}: added_tokens_decoder[{key!r}]"
         if not isinstance(name, str) or not name:
             raise TextError(f"{where} = {reprlib.repr(value)}: must be an object with the token's name as content")
-        if not key.isdecimal() or not first <= int(key) < first + SPECIALS:
+        if not key.isdecimal() or len(key) > 9 or not first <= int(key) < first + SPECIALS:
             raise TextError(f"{where}: must be an id of {first}..{first + SPECIALS - 1}, those after the ranks")
         names[int(key)] = name
         if value.get("special") is False:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import reprlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kdtp.log import logger
-from kdtp.text.files import TextError
+from kdtp.text.files import TextError, read_bytes
 from kdtp.text.marks import Marker, Marks
 from kdtp.text.tokenizer import Part, Tokenizer
 from kdtp.text.typescript import VARIABLE, declare, in_order
@@ -35,7 +36,7 @@ def load(tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a model folder: chat_template.jinja, or chat_template in tokenizer_config.json (one, or a
     list of named ones). None if there is none. TextError for one that cannot be used."""
     file = tokenizer.folder / "chat_template.jinja"
-    if file.is_file():
+    if os.path.lexists(file):
         extra = sorted(tokenizer.folder.glob("additional_chat_templates/*.jinja"))
         return ChatTemplate(tokenizer, {"default": _read(file)} | {path.stem: _read(path) for path in extra}, file)
     where = tokenizer.folder / "tokenizer_config.json"
@@ -50,8 +51,8 @@ def load(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bytes(path).decode()
+    except UnicodeDecodeError as error:
         raise TextError(f"{path}: {error}") from None
 
 

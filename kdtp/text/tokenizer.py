@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ def load(folder: str | Path, vocab_size: int | None = None) -> Tokenizer:
     folder = Path(folder)
     settings = read_json(folder / "tokenizer_config.json")
     for name, codec in CODECS.items():
-        if (folder / name).is_file():
+        if os.path.lexists(folder / name):
             return Tokenizer(folder, codec(folder / name, settings), settings, vocab_size)
     looked = " or ".join(CODECS)
     if (folder / "tokenizer.model").is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -292,8 +293,25 @@ def test_files_that_are_none(content, complaint, tmp_path: Path):
 
 def test_a_file_that_is_too_large(tmp_path: Path):
     with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(2**28 + 1)
-    with pytest.raises(ConfigError, match=r"config.json: 268435457 bytes: must be at most 268435456"):
+        file.truncate(2**26 + 1)
+    with pytest.raises(ConfigError, match=r"config.json: 67108865 bytes: must be at most 67108864"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_pipe_is_not_waited_for_and_a_device_not_read(name, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name}: want a regular file, found a device or pipe"):
+        read(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{name}: want a regular file, found a device or pipe"):
+        read(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(name)
+    with pytest.raises(ConfigError, match=f"{name}: too many levels of symbolic links"):
         read(tmp_path)
 
 

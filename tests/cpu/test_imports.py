@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 
 JOINED = ("kdtp.messages", "kdtp.grammar", "kdtp.proposals")
-COMMON = ("kdtp.types", "kdtp.config", "kdtp.log")
+COMMON = ("kdtp.types", "kdtp.config", "kdtp.log", "kdtp.files")
 CLIENT_SIDE = ("kdtp.engine.rpc", "kdtp.engine.child", "kdtp.engine.plan")  # no torch
 ALLOWED = {  # a module or package, and the modules and packages of this repository it may import beside itself
     "kdtp.version": (),
@@ -23,6 +23,7 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
     "kdtp.messages": ("kdtp.types",),
     "kdtp.config": ("kdtp.types",),
     "kdtp.log": (),
+    "kdtp.files": (),
     "kdtp.kernels": ("kdtp.types",),
     "kdtp.model": ("kdtp.kernels", *COMMON),
     "kdtp.spec": ("kdtp.kernels", "kdtp.types", "kdtp.proposals"),
@@ -36,7 +37,7 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
         *COMMON,
     ),
     "kdtp.engine": ("kdtp.model", "kdtp.spec", "kdtp.draft", "kdtp.kernels", "kdtp.version", *JOINED, *COMMON),
-    "kdtp.text": ("kdtp.log",),
+    "kdtp.text": ("kdtp.log", "kdtp.files"),
     "kdtp.grammar": ("kdtp.text", "kdtp.types"),
     "kdtp.server": (*CLIENT_SIDE, "kdtp.text", "kdtp.messages", "kdtp.version", *COMMON),
     "kdtp.cli": ("kdtp", "launcher"),
@@ -56,6 +57,7 @@ APART = {
 THIRD_PARTY = {  # what the rooms that must stand alone may use beside the standard library; others are free
     "kdtp.version": (),
     "kdtp.log": (),
+    "kdtp.files": (),
     "kdtp.config": ("msgspec",),
     "kdtp.messages": ("msgspec",),
     "kdtp.types": ("msgspec",),

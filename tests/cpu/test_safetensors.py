@@ -53,6 +53,14 @@ def test_files_that_are_not_sound(content, complaint, tmp_path):
         File(path)
 
 
+@pytest.mark.timeout(20)
+def test_a_name_twice_among_many_is_found_soon(tmp_path):
+    text = ("{" + "".join(f'"{i}":0,' for i in range(200_000)) + '"199999":0}').encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(CheckpointError, match="two entries named '199999'"):
+        File(tmp_path / "x.safetensors")
+
+
 SOUND = header({"__metadata__": {"format": "pt"}, "a": entry(), "b": entry("BF16", (2, 3), (4, 16))}) + b"\1" * 16
 
 

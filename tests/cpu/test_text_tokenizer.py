@@ -16,7 +16,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdtp.text import kimi
+from kdtp.text import kimi, template
 from kdtp.text.files import TextError
 from kdtp.text.marks import Marks
 from kdtp.text.tokenizer import Part, Tokenizer, load
@@ -372,6 +372,7 @@ def test_empty_lines_and_other_line_ends(tmp_path):
         ({"added_tokens_decoder": {"255": {"content": "x"}}}, "must be an id of 256..511"),
         ({"added_tokens_decoder": {"512": {"content": "x"}}}, "must be an id of 256..511"),
         ({"added_tokens_decoder": {"x": {"content": "x"}}}, "must be an id of 256..511"),
+        ({"added_tokens_decoder": {"9" * 5000: {"content": "x"}}}, "must be an id of 256..511"),
         (
             {"added_tokens_decoder": {"300": {"content": "x"}, "301": {"content": "x"}}},
             "'x' names both token 300 and token 301",
@@ -407,6 +408,12 @@ def _append(entry):
         (_append({"id": 600, "content": "<x>", "single_word": True}), "single_word is not supported"),
         (lambda f: f["model"]["merges"].append(["zq", "zq"]), "tokenizer.json: "),
         (lambda f: f.update(pre_tokenizer={"type": "Magic"}), "tokenizer.json: "),
+        (lambda f: f["model"].update(merges=[1]), "model.merges[0] = 1: must be two tokens"),
+        (lambda f: f["model"].update(merges=["a"]), "model.merges[0] = 'a': must be two tokens"),
+        (lambda f: f["model"].update(vocab={}), "must have a vocab object and a list of merges"),
+        (lambda f: f.update(added_tokens=5), "added_tokens = 5: must be a list"),
+        (lambda f: f.update(post_processor=5), "post_processor = 5: is none that is known"),
+        (lambda f: f.update(post_processor={"single": [{"SpecialToken": {"id": []}}]}), "[] is no added token"),
     ],
 )
 def test_bad_tokenizer_json(tmp_path, change, words):
@@ -439,6 +446,27 @@ def test_files_that_are_no_json(tmp_path, name, content):
     (folders.deepseek(tmp_path) / name).write_bytes(content)
     with pytest.raises(TextError, match=name):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_files_that_have_no_end(tmp_path, name):
+    path = folders.deepseek(tmp_path) / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+    with pytest.raises(TextError, match=f"{name}: want a regular file, found a device or pipe"):
+        template.load(load(tmp_path))
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(TextError, match=f"{name}: 1073741824 bytes: must be at most"):
+        template.load(load(tmp_path))
+
+
+def test_a_regular_expression_without_end(tmp_path):
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer = load(changed(tmp_path, lambda f: f.update(pre_tokenizer=split)))
+    with pytest.raises(TextError, match=r"tokenizer.json: Onig: Regex search error"):
+        tokenizer.encode("a" * 40 + "b")
 
 
 def test_folders_without_a_tokenizer(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ _PLAIN = ("BF16", "F16", "F32")
 # What a text model has no use for, by the start of its name without prefix.
 _VISION = {"vision_tower.": "vision tower", "mm_projector.": "vision projector"}
 _ROTARY = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# A file of the same folder, of a length that file systems have.
+_SHARD = re.compile(r"[^/\\]{1,200}\.safetensors")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -236,13 +239,13 @@ def _packed(origin: Origin) -> str:
 def open_shards(folder: Path) -> list[File]:
     """All shards: those that the index names, or the only one."""
     index = folder / INDEX
-    if not index.exists():
+    if not os.path.lexists(index):
         return [File(folder / SINGLE)]
     weight_map = hf_config.load_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map: want tensors and their files, found {str(weight_map)[:100]}")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or "/" in shard or "\\" in shard or not shard.endswith(".safetensors"):
+        if not isinstance(shard, str) or not _SHARD.fullmatch(shard) or not shard.isprintable():
             found = str(shard)[:100]
             raise CheckpointError(f"{index}: tensor {name!r}: want a .safetensors file of this folder, found {found!r}")
     files = {shard: File(folder / shard) for shard in sorted(set(weight_map.values()))}

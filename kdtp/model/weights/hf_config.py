@@ -7,16 +7,18 @@ the rotary embedding are known: `rope_theta` with `rope_scaling`, and the `rope_
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kdtp import files
 from kdtp.config import ConfigError, ModelConfig, build
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _WRAPPER = "kimi_k25"
-_LARGEST = 1 << 28  # bytes of a JSON file; the index of Kimi K2.5 has 23 MB
+_LARGEST = 1 << 26  # bytes of a JSON file; the index of Kimi K2.5 has 23 MB
 # By model_type: scoring_func, topk_method, n_group and topk_group where the file does not say them; files saved by
 # transformers 5 leave out the first two.
 _ROUTERS = {
@@ -100,14 +102,11 @@ def read(folder: Path) -> HfConfig:
 def load_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ConfigError for anything else."""
     try:
-        size = path.stat().st_size
-        loaded = json.loads(path.read_bytes()) if size <= _LARGEST else None
+        loaded = json.loads(files.read(path, _LARGEST))
     except OSError as error:
         raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: must be JSON: {error}") from None
-    if size > _LARGEST:
-        raise ConfigError(f"{path}: {size} bytes: must be at most {_LARGEST}")
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: must be a JSON object, found {type(loaded).__name__}")
     return loaded
@@ -116,7 +115,7 @@ def load_json(path: Path) -> dict[str, Any]:
 def _generation(folder: Path) -> tuple[int, ...]:
     """Stop tokens of generation_config.json, which has those of a chat; config.json often has not."""
     path = folder / GENERATION
-    return _ends(load_json(path), str(path)) if path.exists() else ()
+    return _ends(load_json(path), str(path)) if os.path.lexists(path) else ()
 
 
 def parse(values: Mapping[str, Any], source: str, more_ends: tuple[int, ...] = ()) -> HfConfig:
@@ -124,7 +123,7 @@ def parse(values: Mapping[str, Any], source: str, more_ends: tuple[int, ...] = (
     wrapped = values.get("model_type") == _WRAPPER
     text = _text_config(values, source) if wrapped else values
     family = text.get("model_type")
-    if family not in _ROUTERS:
+    if not isinstance(family, str) or family not in _ROUTERS:
         _refuse(source, "model_type", family, f"one of {', '.join([*_ROUTERS, _WRAPPER])}")
     for key, legal in _ONLY.items():
         if key in text and text[key] not in legal:

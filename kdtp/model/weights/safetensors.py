@@ -13,6 +13,7 @@ import mmap
 import os
 import stat
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LENGTH = struct.Struct("<Q")
-_LARGEST_HEADER = 100_000_000  # bytes; as the format's own library
+_LARGEST_HEADER = 1 << 25  # bytes; Kimi K2.5 would have about that, were all of it in one file
 _MOST_DIMS = 8
 # By dtype: the numpy type of the stored elements. numpy has neither bfloat16 nor float8: those come as bits.
 LAYOUT = {
@@ -152,8 +153,7 @@ def _parse(path: Path, data: mmap.mmap) -> dict[str, Stored]:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
+        twin, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"two entries named {twin!r}")
     return found
 

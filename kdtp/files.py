@@ -1,0 +1,23 @@
+"""Files of a model folder, which may be anything: read whole, but never more than they may have."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def read(path: Path, most: int) -> bytes:
+    """All of a regular file of at most `most` bytes. OSError whose strerror says why it cannot be.
+
+    A pipe is not waited for, and a device without an end is not begun.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(None, "is a directory")
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(None, "want a regular file, found a device or pipe")
+        if status.st_size > most:
+            raise OSError(None, f"{status.st_size} bytes: must be at most {most}")
+        return file.read(most)
