@@ -29,7 +29,7 @@ from tests.harness import NONE, Harness
 from tests.processes import TINY
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("dflash")]
-LONG = {name: dataclasses.replace(RANDOM[name], max_position_embeddings=400) for name in ("micro",)}
+LONG = {name: dataclasses.replace(RANDOM[name], max_position_embeddings=400) for name in ("micro_v3",)}
 
 
 def drafter_folder(folder: Path, base: dict[str, Any], model: ModelConfig) -> Path:
@@ -67,7 +67,7 @@ def random_text(seed: int, size: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_any_draft_gives_the_text_of_plain_decoding(loaded, version, temperature):
+def test_any_draft_gives_the_text_and_the_bits_of_plain_decoding(loaded, version, temperature):
     harness, folders = loaded
     params = SamplingParams(max_tokens=14, temperature=temperature, seed=3)
     prompts = [random_text(i, size) for i, size in enumerate((1, 20, 90))]
@@ -77,8 +77,7 @@ def test_any_draft_gives_the_text_of_plain_decoding(loaded, version, temperature
         drafter = settings(folders[version], **changes)
         done = harness.run(prompts, params, drafter, prefill_chunk=64, max_batch=2)
         for got, want in zip(done, plain, strict=True):
-            assert got.tokens == want.tokens, changes
-            assert_close(got.logits.copy(), want.logits.copy(), atol=1e-5)
+            assert got.tokens == want.tokens and got.logits.tobytes() == want.logits.tobytes(), changes
             accepted += sum(got.usage.accepted_by_depth)
             assert bool(got.usage.drafted_by_depth) == (drafter.budget > 0)
     assert accepted > 5
@@ -185,22 +184,21 @@ def test_from_the_outside(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "values", "error"),
+    ("values", "error"),
     [
-        ({"tp": 2}, {}, "tp = 2: must be 1 with drafter dflash, so far"),
-        ({}, {"hidden_size": 17}, "hidden_size = 17: the model's is 16; this drafter is another model's"),
-        ({}, {"vocab_size": 500}, "vocab_size = 500: the model's is 61"),
-        ({}, {"num_target_layers": 60}, "num_target_layers = 60: the model's is"),
-        ({}, {"num_target_layers": None, "dflash_config": V1["dflash_config"] | {"target_layer_ids": [9]}}, "layers"),
-        ({}, {"intermediate_size": 44}, "mlp.gate_proj.weight': shape: want [44, 16], found [40, 16]"),
+        ({"hidden_size": 17}, "hidden_size = 17: the model's is 14; this drafter is another model's"),
+        ({"vocab_size": 500}, "vocab_size = 500: the model's is 53"),
+        ({"num_target_layers": 60}, "num_target_layers = 60: the model's is"),
+        ({"num_target_layers": None, "dflash_config": V1["dflash_config"] | {"target_layer_ids": [9]}}, "layers"),
+        ({"intermediate_size": 44}, "mlp.gate_proj.weight': shape: want [44, 14], found [40, 14]"),
     ],
 )
-def test_a_drafter_that_does_not_fit(loaded, tmp_path, engine, values, error):
+def test_a_drafter_that_does_not_fit(loaded, tmp_path, values, error):
     harness, folders = loaded
     text = json.loads((folders["v1"] / "config.json").read_text()) | values
     (tmp_path / "model.safetensors").symlink_to(folders["v1"] / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(text))
-    config = EngineConfig(harness.plan.config.model, drafter=settings(tmp_path), **engine)
+    config = EngineConfig(harness.plan.config.model, drafter=settings(tmp_path))
     with pytest.raises((ConfigError, CheckpointError)) as found:
         plan(config)
     assert error in str(found.value)
@@ -210,3 +208,8 @@ def test_a_folder_goes_with_a_network():
     for values in ({"name": "dflash"}, {"name": "ngram", "model": "x"}):
         with pytest.raises(ConfigError, match=r"drafter\.model"):
             DrafterConfig(**values)
+
+
+def test_more_ranks_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="tp = 2: must be 1 with drafter dflash, so far"):
+        plan(EngineConfig(str(TINY), tp=2, drafter=settings(tmp_path)))
