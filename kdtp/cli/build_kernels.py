@@ -80,9 +80,10 @@ def build(jobs: int, selftest: bool = False) -> None:
 def compile_all(sources: Sequence[Path], jobs: int) -> list[Path]:
     """The objects of `sources`, in their order."""
     nvcc = find_nvcc()
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     WORK.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda source: compile_one(nvcc, source), sources))
+        return list(pool.map(lambda source: compile_one(nvcc, version, source), sources))
 
 
 def find_nvcc() -> str:
@@ -96,17 +97,17 @@ def find_nvcc() -> str:
     ]:
         if nvcc.is_file():
             return str(nvcc)
-    raise BuildError("no nvcc in CUDA_HOME, PATH or the nvidia-cuda-nvcc wheel; install CUDA 13 or that wheel")
+    raise BuildError("no nvcc in CUDA_HOME, PATH or NVIDIA's wheels; install CUDA 13, or kdtp with its extra `kernels`")
 
 
-def compile_one(nvcc: str, source: Path) -> Path:
-    """The object of `source`, taken from the last build if nothing that goes into it has changed."""
+def compile_one(nvcc: str, version: str, source: Path) -> Path:
+    """The object of `source`, taken from an earlier build if nothing that goes into it has changed since."""
     flags = [
         *FLAGS,
         *(f for target in TARGETS for f in ("-gencode", target)),
         f'-DKDTP_PARAMS_SHA256="{params_hash()}"',
     ]
-    key = hashlib.sha256(repr(flags).encode())
+    key = hashlib.sha256(repr((version, flags)).encode())
     for path in sorted(included(source)):
         key.update(path.read_bytes())
     target = WORK / f"{source.parent.name}-{source.stem}-{key.hexdigest()[:16]}.o"
@@ -151,9 +152,12 @@ def check_report(source: Path, report: str) -> None:
 def link(arguments: Sequence[str], target: Path) -> None:
     """Link into `target`, which is replaced only by a whole file."""
     partial = target.with_suffix(f".{os.getpid()}.tmp")
+    nvcc = find_nvcc()
+    wheel = Path(nvcc).parents[1] / "lib"  # nvcc looks in lib64, where a toolkit has it
+    libraries = [f"-L{wheel}"] if (wheel / "libcudart_static.a").is_file() else []
     targets = [f for t in TARGETS[:2] for f in ("-gencode", t)]
     done = subprocess.run(
-        [find_nvcc(), "-std=c++17", "-cudart", "static", *targets, *arguments, "-o", str(partial)],
+        [nvcc, "-std=c++17", "-cudart", "static", *targets, *arguments, *libraries, "-o", str(partial)],
         capture_output=True,
         text=True,
     )

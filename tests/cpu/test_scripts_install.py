@@ -121,8 +121,14 @@ def test_dev_covers_test_but_not_the_reverse(machine: Machine) -> None:
     assert machine.install("dev")[2] == []
 
 
+def test_the_compiler_is_installed_beside_the_rest(machine: Machine) -> None:
+    machine.install("dev")
+    assert machine.install("kernels")[2] == [PIP.replace("test", "kernels")]
+    assert machine.install("kernels")[2] == machine.install("dev")[2] == []
+
+
 def test_unknown_extra(machine: Machine) -> None:
-    assert machine.install("all") == (2, "scripts/install: 'all' must be test or dev\n", [])
+    assert machine.install("all") == (2, "scripts/install: 'all' must be test, dev or kernels\n", [])
 
 
 def test_failed_installation_starts_over(machine: Machine) -> None:
