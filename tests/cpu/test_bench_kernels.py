@@ -23,7 +23,8 @@ ROWS = (1, 8, 16, 32, 64)
 
 def test_every_kernel_has_cases():
     ops = Cases(CPU, ROWS, (1024,)).ops
-    assert set(ops) == set(abi.structs(PARAMS.read_text()))
+    several_gpus = {"all_reduce"}  # in scripts/bench_allreduce.py
+    assert set(ops) | several_gpus == set(abi.structs(PARAMS.read_text()))
 
 
 def test_the_library_takes_every_case():
