@@ -52,7 +52,7 @@ class Marks:
 class Marker(NodeTransformer):
     """Puts marks into what a parsed template may write, and leaves alone what it compares its input with.
 
-    Each loop also goes through the filter `paced`, which the environment must have.
+    Each loop also goes through the filter `paced` and each `~` through `concat`, which the environment must have.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -82,6 +82,10 @@ class Marker(NodeTransformer):
         self.generic_visit(node)
         node.args = kept + node.args
         return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.Filter(nodes.List(node.nodes), "concat", [], [], None, None, lineno=node.lineno)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

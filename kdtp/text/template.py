@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,20 +13,18 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.meta
 from jinja2 import nodes
-from jinja2.ext import loopcontrols
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kdtp.log import logger
 from kdtp.text.files import TextError, read_bytes
 from kdtp.text.marks import Marker, Marks
+from kdtp.text.sandbox import MOST_CHARACTERS, Sandbox, bounded, run
 from kdtp.text.tokenizer import Part, Tokenizer
 from kdtp.text.typescript import VARIABLE, declare, in_order
 
 MOST_SECONDS = 5.0  # for one rendering
-MOST_CHARACTERS = 1 << 26
+MOST_SOURCE = 1 << 20  # characters
 TOOL_USE = "tool_use"  # name of a template for conversations with tools, where a folder has several
-_OURS = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "deadline")
+_OURS = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
 
 Message = Mapping[str, Any]
 
@@ -75,13 +72,15 @@ class ChatTemplate:
         self.variables: frozenset[str] = frozenset()
         self.source = "\n".join(sources.values())
         for name, source in sources.items():
+            if len(source) > MOST_SOURCE:
+                raise TextError(f"{where}: chat template {name!r}: {len(source)} characters: at most {MOST_SOURCE}")
             try:
                 parsed = environment.parse(source)
                 self.variables |= _variables(parsed) - {*_OURS, *tokenizer.roles}
                 self._templates[name] = environment.from_string(Marker(self._marks).visit(parsed))
                 unmarked = Marker(Marks({})).visit(environment.parse(source))
                 self._check(name, environment.from_string(unmarked))
-            except jinja2.TemplateError as error:
+            except (jinja2.TemplateError, RecursionError) as error:
                 raise TextError(f"{where}: chat template {name!r}: {error}") from None
         if "default" not in self._templates:
             raise TextError(f"{where}: chat_template: none of {sorted(sources)} is named 'default'")
@@ -123,6 +122,8 @@ class ChatTemplate:
             given = {"messages": messages, "tools": tools, "add_generation_prompt": True, "strftime_now": str}
             try:
                 want = _run(plain, {**self._tokenizer.roles, **given})
+            except TextError as error:
+                raise TextError(f"{self._where}: chat template {name!r}: {error}") from None
             except Exception:  # not every template takes every conversation
                 continue
             try:
@@ -156,33 +157,16 @@ def _variables(parsed: nodes.Template) -> set[str]:
     return free - (own - optional)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> Sandbox:
     """Jinja as chat templates expect it."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = Sandbox()
     environment.filters["tojson"] = _tojson
-    environment.filters["paced"] = _paced
     return environment
 
 
 def _run(template: jinja2.Template, given: Mapping[str, Any]) -> str:
-    deadline = time.monotonic() + MOST_SECONDS
-    ours = {"raise_exception": _refuse, "strftime_now": _strftime_now, "documents": None, "deadline": deadline}
-    pieces, total = [], 0
-    for piece in template.generate({**ours, **given}):
-        total += len(piece)
-        if total > MOST_CHARACTERS:
-            raise TextError(f"more than {MOST_CHARACTERS} characters")
-        pieces.append(piece)
-    return "".join(pieces)
-
-
-@jinja2.pass_context
-def _paced(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop, as long as there is time."""
-    for item in items:
-        if time.monotonic() > context["deadline"]:
-            raise TextError(f"not done after {MOST_SECONDS:.0f} s")
-        yield item
+    ours = {"raise_exception": _refuse, "strftime_now": _strftime_now, "documents": None}
+    return run(template, {**ours, **given}, MOST_SECONDS, MOST_CHARACTERS)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -201,6 +185,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as models were trained on it: Jinja's own filter would escape <, > and &."""
+    if indent is not None and not 0 <= indent <= 100:
+        raise TextError(f"tojson: indent = {indent}: must be 0..100")
+    bounded(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

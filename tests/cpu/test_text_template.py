@@ -256,7 +256,7 @@ def test_no_file_is_read_by_a_template(tmp_path):
 def test_limits(tmp_path, monkeypatch):
     monkeypatch.setattr(template, "MOST_SECONDS", 0.3)
     inner = "{% for b in range(99999) %}{% endfor %}" * 3
-    slow = "{% if messages[0].content != 'a question' %}{% for a in range(99999) %}" + inner + "{% endfor %}{% endif %}"
+    slow = "{% if messages[0].content == 'x</think>y' %}{% for a in range(99999) %}" + inner + "{% endfor %}{% endif %}"
     chat = made(tmp_path, slow)
     started = time.monotonic()
     with pytest.raises(TextError, match="not done after"):
@@ -267,6 +267,54 @@ def test_limits(tmp_path, monkeypatch):
     monkeypatch.setattr(template, "MOST_CHARACTERS", 1000)
     with pytest.raises(TextError, match="more than 1000 characters"):
         made(tmp_path, "{% for a in range(999) %}ab{% endfor %}").render(ASK)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "not done after",
+        ),
+        ("{% for a in range(99999) %}{% set x = range(99999) | map('string') | list %}{% endfor %}", "not done after"),
+        ("{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "more than 67108864 characters"),
+        ("{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}", "more than 67108864 characters"),
+        ("{% for i in range(60) %}{% set ns.s = ns.s | replace('a', 'a' * 16) %}{% endfor %}", "more than 67108864"),
+        ("{% for i in range(60) %}{% set ns.s = ns.s.replace('a', 'a' * 16) %}{% endfor %}", "more than 67108864"),
+        ("{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}", "not done after|more than"),
+        ("{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s | tojson }}", "not done|more than"),
+        (
+            "{% for i in range(60) %}{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = x %}{% endfor %}",
+            "more than 67108864 characters",
+        ),
+        ("{{ 'a' * 10 ** 10 }}", "makes more than 67108864 characters"),
+        ("{{ 9 ** (9 ** 9) }}", "makes more than"),
+        ("{{ '%9999999999d' % 1 }}", "makes more than"),
+        ("{{ '%9999999999d' | format(1) }}", "format: a field is too wide"),
+        ("{{ '{:9999999999}'.format(1) }}", "format: a field is too wide"),
+        ("{{ '{:{w}}'.format(1, w=9999999999) }}", "format: a field is too wide"),
+        ("{{ 'a' | center(9999999999) }}", "center: a number is more than 100000"),
+        ("{{ 'a'.ljust(9999999999) }}", "ljust: a number is more than 100000"),
+        ("{{ messages | tojson(indent=9999999999) }}", "tojson: indent = 9999999999: must be 0..100"),
+        ("{{ lipsum(n=99999999) }}", "'lipsum' is undefined"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "recursion"),
+        ("{# #}" * 300_000, "characters: at most 1048576"),
+    ],
+)
+def test_templates_without_measure(tmp_path, monkeypatch, source, words):
+    monkeypatch.setattr(template, "MOST_SECONDS", 0.5)
+    with pytest.raises(TextError, match=rf"chat template.*({words})"):
+        made(tmp_path, "{% set ns = namespace(s='a' * 1000) %}" + source).render(ASK)
+
+
+def test_what_is_limited_works_within_limits(tmp_path):
+    source = """{{ 1700000000 | default(1) }} {{ '%5d' | format(1700000000) }} {{ '{:>3}|{{}}'.format(7) }}
+{{- ' %d%%' % 7 }}{{ 'a' ~ 1 ~ [2] ~ none }} {{ 'xy'.replace('x', 'zz') | replace('y', 'w') | indent(2) }}
+{{- ' ' ~ ', '.join(['a', 'b']) }}
+{{- 2 ** 10 * 3 + 1 }} {{ [1] + [2] }} {{ 'ab' * 2 }} {{ 'a' | center(5) }}"""
+    (text,) = made(tmp_path, source).render(ASK)
+    assert text == "1700000000 1700000000   7|{} 7%a1[2]None zzw a, b3073 [1, 2] abab   a  "
 
 
 def test_where_templates_are_found(tmp_path):
