@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 
@@ -51,6 +52,19 @@ def test_files_that_are_not_sound(content, complaint, tmp_path):
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="^" + re.escape(f"{path}: {complaint}")):
         File(path)
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(SOUND)
+    file = File(path)
+    assert file.read("a").shape == (1,)
+    os.truncate(path, 8)
+    with pytest.raises(CheckpointError, match=r"x.safetensors: was changed while it was read"):
+        file.read("a")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"x.safetensors: was changed while it was read"):
+        file.read("a")
 
 
 @pytest.mark.timeout(20)

@@ -68,13 +68,14 @@ class Stored:
 class File:
     """An open file. `tensors` by name, in the file's order. Raises CheckpointError unless the header is sound.
 
-    The file must not be changed in place while it is open.
+    The file must not be changed while it is open: `read` raises CheckpointError if it was.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map: mmap.mmap | None = _map(path)
         self.size = len(self._map)
+        self._state = _state(path)
         self.tensors = _parse(path, self._map)
 
     def close(self) -> None:
@@ -87,6 +88,8 @@ class File:
         The pages that were read are given back at once, so that they do not add up.
         """
         assert self._map is not None, f"{self.path}: read after close"
+        if _state(self.path) != self._state:  # reading behind the end of a file that was cut would end the process
+            raise CheckpointError(f"{self.path}: was changed while it was read")
         stored = self.tensors[name]
         first, size = _pages(stored, rows)
         self._map.madvise(mmap.MADV_WILLNEED, first, size)  # or a cold file comes in by the page
@@ -130,6 +133,15 @@ def _map(path: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     except OSError as error:
         raise CheckpointError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """What changes with a file; None if it is gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _parse(path: Path, data: mmap.mmap) -> dict[str, Stored]:
