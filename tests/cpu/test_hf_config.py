@@ -298,6 +298,13 @@ def test_a_file_that_is_too_large(tmp_path: Path):
         read(tmp_path)
 
 
+@pytest.mark.parametrize("name", [name for name in V3["rope_scaling"] if name != "type"])
+def test_nothing_of_yarn_is_assumed(name):
+    rope_scaling = {key: value for key, value in V3["rope_scaling"].items() if key != name}
+    with pytest.raises(ConfigError, match=rf"config.json: rope_scaling.{name}: is missing"):
+        parse(V3 | {"rope_scaling": rope_scaling}, "config.json")
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_a_pipe_is_not_waited_for_and_a_device_not_read(name, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(V3))

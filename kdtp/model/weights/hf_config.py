@@ -206,7 +206,10 @@ def _rope(text: Mapping[str, Any], source: str) -> dict[str, Any]:
     for name, legal in (("truncate", True), ("attention_factor", None), ("partial_rotary_factor", 1.0)):
         if found.get(name, legal) not in (legal, None):
             _refuse(source, f"{key}.{name}", found[name], f"absent or {_said(legal)}")
-    return fields | {"rope_scaling": {name: found[name] for name in _YARN if found.get(name) is not None}}
+    for name in _YARN:  # published code has defaults for some, and not all the same ones
+        if found.get(name) is None:
+            raise ConfigError(f"{source}: {key}.{name}: is missing", name)
+    return fields | {"rope_scaling": {name: found[name] for name in _YARN}}
 
 
 def _quantization(values: Mapping[str, Any], text: Mapping[str, Any], source: str) -> Fp8 | Int4 | None:
