@@ -122,7 +122,7 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
     "beta_fast 1 for 32": ("k25", yarn(beta_fast=1.0)),
     "beta_fast 32 for 1": ("k2", yarn(beta_fast=32.0)),
     "no mscale^2 in the softmax scale": ("v3", yarn(mscale=0.0, mscale_all_dim=0.0)),
-    "amplitude 0.1 ln f + 1": ("v3", instead(rope, "_amplitude", lambda right, c: 0.1 * np.log(40) + 1)),
+    "amplitude 0.1 ln f + 1": ("v3", instead(rope, "amplitude", lambda right, c: 0.1 * np.log(40) + 1)),
     "correction bias ignored": (
         "k2",
         instead(ROUTER, "_candidates", lambda right, s, bias, r: right(s, torch.zeros_like(bias), r)),
