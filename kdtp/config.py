@@ -244,13 +244,16 @@ class DrafterConfig:
 DRAFTERS = ("none", "oracle", "ngram", "dflash")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
+# From 9 on, MKL for Intel may cut the 4 rows of a product between threads, and then they are summed in several ways.
+MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """How one engine runs: model file, ranks, sizes, deadlines.
 
-    threads: CPU threads per rank; 0 takes one for a small model, else shares the cores among the ranks.
+    threads: CPU threads per rank; 0 takes one for a small model, else shares the cores among the ranks. At most
+    MOST_THREADS, within which a row's bits do not depend on its place.
     kv_tokens: rows of KV cache per rank, rounded up to whole pages; 0 takes 8 sequences of the model's longest
     context, at most 65536. max_batch: sequences per forward. prefill_chunk: rows of prompts per forward, of all
     sequences. graphs: on a GPU, forwards of few rows are replays of CUDA graphs, of the same bits; of no effect on a
@@ -265,7 +268,7 @@ class EngineConfig:
     tp: Annotated[int, Range(1, _MOST_RANKS)] = 1
     device: str = "cpu"
     dtype: str = "float32"
-    threads: Annotated[int, Range(0, 1024)] = 0
+    threads: Annotated[int, Range(0, MOST_THREADS)] = 0
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     kv_tokens: Annotated[int, Range(0, 1 << 30)] = 0
     max_batch: Annotated[int, Range(1, 1024)] = 8

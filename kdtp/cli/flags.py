@@ -18,7 +18,7 @@ _ENGINE = {
     "tp": "number of ranks the model is split over",
     "device": f"one of {', '.join(DEVICES)}",
     "dtype": f"one of {', '.join(DTYPES)}",
-    "threads": "CPU threads per rank (0: one for a small model, else cores / ranks)",
+    "threads": "CPU threads per rank, at most 8 (0: one for a small model, else cores / ranks)",
     "kv_tokens": "rows of KV cache per rank (0: automatic)",
     "max_batch": "sequences per forward",
     "prefill_chunk": "prompt tokens per forward, of all sequences",

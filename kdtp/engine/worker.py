@@ -17,7 +17,7 @@ import torch
 import zmq
 
 from kdtp import log
-from kdtp.config import EngineConfig, build, digest
+from kdtp.config import MOST_THREADS, EngineConfig, build, digest
 from kdtp.engine import guard, rundir
 from kdtp.engine.choose import Chooser
 from kdtp.engine.link import tune
@@ -119,7 +119,7 @@ class Worker:
         self._shard = Shard.load(config.model, comm, config.dtype, pages, self._progress, device)
         self._chooser = Chooser(self._shard)
         if not config.threads and self._shard.config.hidden_size >= _WIDE:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
+            torch.set_num_threads(min(MOST_THREADS, max(1, (os.cpu_count() or 1) // self.size)))
         comm.all_reduce(torch.zeros(1, device=device))
         if device.type == "cuda":
             _prepare_gpu(self._shard, config)

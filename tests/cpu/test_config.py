@@ -79,7 +79,7 @@ LEGAL: dict[type, tuple[dict[str, Any], dict[str, tuple[float, float]]]] = {
         {"model": "m"},
         {
             "tp": (1, 1024),
-            "threads": (0, 1024),
+            "threads": (0, 8),
             "kv_tokens": (0, 2**30),
             "max_batch": (1, 1024),
             "prefill_chunk": (1, 2**16),

@@ -8,6 +8,7 @@ import torch
 from compare import assert_same_bits
 
 from kdtp import kernels
+from kdtp.config import MOST_THREADS
 
 WIDTHS = [*range(1, 50), 69, 100, 112, 257]  # of a result
 INPUTS = [8, 25, 64]
@@ -15,7 +16,7 @@ PLACES = 9  # of the same rows in one call: in every place of a tile, in several
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(autouse=True, params=[1, 4])
+@pytest.fixture(autouse=True, params=[1, 4, MOST_THREADS])
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -43,6 +44,15 @@ def test_linear(inputs, dtype):
         found = kernels.linear(repeated(draw(1, inputs, dtype=dtype)), w)
         assert_alike(found)
         assert_same_bits(kernels.linear(draw(1, inputs, dtype=dtype), in_place(w)), found[:1])
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_what_is_large_enough_for_many_threads(heads):
+    for inputs, width in [(1000, 96), (1000, 512), (2048, 256), (2048, 384), (2048, 1024)]:
+        w = draw(heads, inputs, width)
+        row = draw(1, heads, inputs)
+        assert_alike(kernels.linear_heads(repeated(row), w))
+        assert_alike(kernels.linear(repeated(row[:, 0]), w[0]))
 
 
 def in_place(w):
