@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from kdtp.types import PAGE_ROWS
+from kdtp.types import MOST_THREADS, PAGE_ROWS
 
 C = TypeVar("C")
 
@@ -244,16 +244,13 @@ class DrafterConfig:
 DRAFTERS = ("none", "oracle", "ngram", "dflash")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
-# From 9 on, MKL for Intel may cut the 4 rows of a product between threads, and then they are summed in several ways.
-MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """How one engine runs: model file, ranks, sizes, deadlines.
 
-    threads: CPU threads per rank; 0 takes one for a small model, else shares the cores among the ranks. At most
-    MOST_THREADS, within which a row's bits do not depend on its place.
+    threads: CPU threads per rank; 0 takes one for a small model, else shares the cores among the ranks.
     kv_tokens: rows of KV cache per rank, rounded up to whole pages; 0 takes 8 sequences of the model's longest
     context, at most 65536. max_batch: sequences per forward. prefill_chunk: rows of prompts per forward, of all
     sequences. graphs: on a GPU, forwards of few rows are replays of CUDA graphs, of the same bits; of no effect on a

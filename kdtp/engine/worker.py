@@ -17,7 +17,7 @@ import torch
 import zmq
 
 from kdtp import log
-from kdtp.config import MOST_THREADS, EngineConfig, build, digest
+from kdtp.config import EngineConfig, build, digest
 from kdtp.engine import guard, rundir
 from kdtp.engine.choose import Chooser
 from kdtp.engine.link import tune
@@ -39,7 +39,7 @@ from kdtp.messages import (
 from kdtp.model import comm as comms
 from kdtp.model.comm import Comm
 from kdtp.model.shard import Shard
-from kdtp.types import PAGE_ROWS, Logprob
+from kdtp.types import MOST_THREADS, PAGE_ROWS, Logprob
 from kdtp.version import __version__
 
 WELCOME_TIMEOUT = 60.0  # seconds between hello and welcome

@@ -8,7 +8,7 @@ import torch
 from compare import assert_same_bits
 
 from kdtp import kernels
-from kdtp.config import MOST_THREADS
+from kdtp.types import MOST_THREADS
 
 WIDTHS = [*range(1, 50), 69, 100, 112, 257]  # of a result
 INPUTS = [8, 25, 64]
