@@ -24,6 +24,7 @@ def test_over_the_wire(tmp_path):
         low = client.submit((3,) * 70, SamplingParams(max_tokens=2))
         high = client.submit((4,), SamplingParams(max_tokens=2), priority=1)
         refused = client.submit((5,), LONG)
+        until(lambda: engine.status().waiting == 2, 20, "waiting")  # status goes by a connection of its own
         status = engine.status()
         assert (status.running, status.waiting, status.waiting_tokens) == (1, 2, 71)
         ((end, _),) = client.events(refused)
