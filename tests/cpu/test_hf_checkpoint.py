@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -162,6 +163,10 @@ FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: (path / "model.safetensors.index.json").write_text("{}"), r"weight_map: want tensors and their"),
     (lambda path: (path / "model.safetensors.index.json").write_text("["), r"index.json: must be JSON"),
     (lambda path: (path / "model.safetensors.index.json").unlink(), r"model.safetensors: no such file or directory"),
+    (
+        lambda path: shutil.copy(shards_of(path)[0], path / "model-00004-of-000003.safetensors"),
+        r"model-00004-of-000003.safetensors: want it among the shards of the model, found that model.safetensors.index",
+    ),
 ]
 
 
@@ -171,6 +176,14 @@ def test_folders_that_are_not_whole(damage, complaint, tmp_path):
     damage(path)
     with pytest.raises(ValueError, match="^" + re.escape(f"{tmp_path}/") + ".*" + complaint):
         plan(EngineConfig(str(path)))
+
+
+def test_a_shard_is_no_model(tmp_path):
+    first = shards_of(hf_cases.write("k2", tmp_path))[0]
+    with pytest.raises(
+        ValueError, match=re.escape(f"{first}: want a KDTR file, found a shard of a model folder: give")
+    ):
+        plan(EngineConfig(str(first)))
 
 
 def test_a_tensor_that_the_index_does_not_know(tmp_path):

@@ -240,7 +240,9 @@ def open_shards(folder: Path) -> list[File]:
     """All shards: those that the index names, or the only one."""
     index = folder / INDEX
     if not os.path.lexists(index):
-        return [File(folder / SINGLE)]
+        only = File(folder / SINGLE)
+        _nothing_beside(folder, {SINGLE}, f"this folder has no {INDEX}")
+        return [only]
     weight_map = hf_config.load_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map: want tensors and their files, found {str(weight_map)[:100]}")
@@ -251,7 +253,15 @@ def open_shards(folder: Path) -> list[File]:
     files = {shard: File(folder / shard) for shard in sorted(set(weight_map.values()))}
     for complaint in _stale(index, weight_map, files):
         raise CheckpointError(complaint)
+    _nothing_beside(folder, set(files), f"{INDEX} does not name it (is it stale?)")
     return list(files.values())
+
+
+def _nothing_beside(folder: Path, shards: set[str], why: str) -> None:
+    """Refuse what looks like a shard of the model and is none; files of other names are nobody's business."""
+    for name in sorted(path.name for path in folder.glob("model*.safetensors")):
+        if name not in shards:
+            raise CheckpointError(f"{folder / name}: want it among the shards of the model, found that {why}")
 
 
 def _stale(index: Path, weight_map: dict[str, str], files: dict[str, File]) -> Iterator[str]:

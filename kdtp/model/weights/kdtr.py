@@ -37,6 +37,8 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if self.path.suffix == ".safetensors":
+            raise KdtrError(f"{self.path}: want a KDTR file, found a shard of a model folder: give the folder")
         self._map: mmap.mmap | None = _map(self.path)
         self._verified: set[str] = set()
         self.metadata, self.entries = parse(self.path, self._map)
