@@ -8,7 +8,6 @@ Parameters have their published names and shapes: y = x @ W.T with W [out, in].
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -189,11 +188,3 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     """Over the last axis."""
     x = x - x.max(axis=-1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
-
-
-def default_amplitude(yarn: YarnConfig | None) -> float:
-    """m(factor, mscale) / m(factor, mscale_all_dim) with m(s, a) = 0.1 a ln s + 1: transformers' formula."""
-    if yarn is None:
-        return 1.0
-    log = 0.1 * math.log(yarn.factor)
-    return (log * yarn.mscale + 1) / (log * yarn.mscale_all_dim + 1)

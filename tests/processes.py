@@ -17,7 +17,7 @@ from kdtp.engine.rpc import Client, EngineDead
 from kdtp.messages import Status
 from tests.paths import REFS, TINY, V3
 
-__all__ = ["REFS", "TINY", "V3", "Running", "collect", "kdtp", "until"]
+__all__ = ["REFS", "TINY", "V3", "Running", "collect", "kdtp", "start", "until"]
 
 
 def until(condition: Callable[[], object], seconds: float, what: str = "condition") -> float:
@@ -29,21 +29,26 @@ def until(condition: Callable[[], object], seconds: float, what: str = "conditio
     return time.monotonic() - started
 
 
+def start(command: Sequence[object], log: Path) -> subprocess.Popen[str]:
+    """A program in a session of its own: without input, its output piped, its errors in `log`."""
+    with log.open("w") as errors:
+        return subprocess.Popen(
+            [str(part) for part in command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+
+
 class Running:
     """`kdtp engine` with its coordinator and workers; a context manager that leaves nothing behind."""
 
     def __init__(self, tmp_path: Path, *flags: object, tp: int = 2, model: Path = TINY, wait: bool = True) -> None:
         self.log = tmp_path / f"engine-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "kdtp", "engine", "--model", model, "--tp", tp, "--threads", 1, *flags]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [str(part) for part in command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
+        self.process = start(command, self.log)
         self.launcher = psutil.Process(self.process.pid)
         self.clients: list[Client] = []
         self.seen: list[psutil.Process] = []

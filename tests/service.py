@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from tests.paths import REFS, TINY
-from tests.processes import until
+from tests.processes import start, until
 
 KEY = "a-key-of-the-tests"
 TEXT = REFS / "tiny_text"
@@ -35,15 +35,7 @@ class Service:
         model = shutil.copy(TINY, tmp_path / "model" / "model.kdtr")
         command = [sys.executable, "-m", "kdtp", "serve", "--model", model, "--tp", tp]
         command += ["--threads", 1, "--port", 0, "--api-key-file", keys, "--served-model-name", "tiny", *flags]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [str(part) for part in command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
+        self.process = start(command, self.log)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
         assert self.url.startswith("http://127.0.0.1:"), self.text()

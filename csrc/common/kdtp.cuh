@@ -24,6 +24,8 @@ template <typename T> __device__ __forceinline__ T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
 // Sum over the block in an order that depends on the block's size alone. `scratch` holds one float per warp; every
 // thread gets the sum. blockDim.x is a multiple of 32.
 __device__ __forceinline__ float block_sum(float x, float* scratch) {

@@ -1,4 +1,4 @@
-// The PTX of tensor-core kernels that run on sm_80 and everything after it: fragments, products, asynchronous copies.
+// The PTX of tensor-core kernels that run on sm_80 and everything after it: fragments and products.
 #pragma once
 #include <stdint.h>
 
@@ -6,20 +6,6 @@ namespace kdtp {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-// 16 bytes from global to shared memory; zeros if not `present`, and `from` is then not read.
-__device__ __forceinline__ void cp_async_16(void* to, const void* from, bool present) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(present ? 16 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all but the newest `kPending` groups of this thread have landed.
-template <int kPending> __device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8 (16 bytes, aligned).

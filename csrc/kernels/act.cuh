@@ -8,8 +8,6 @@ namespace kdtp {
 
 constexpr int kActThreads = 128;
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
-
 // Grid: rows, columns. Each thread takes kWide elements of gate and up; width is a multiple of kWide.
 template <typename T, int kWide>
 __global__ void __launch_bounds__(kActThreads) silu_mul_kernel(const T* x, T* out, int width) {

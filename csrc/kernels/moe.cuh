@@ -122,6 +122,4 @@ template <typename T> __global__ void __launch_bounds__(kSumThreads) moe_sum_ker
 }
 static_assert(kMoeTopkMost % kSumAhead == 0, "the last turn stays in bounds");
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
-
 }  // namespace kdtp

@@ -26,7 +26,8 @@ int tile_of(const KdtpMoeArgs* a) { return on_tensor_cores(a) && a->rows * a->to
 Moe view(const KdtpMoeArgs* a, int64_t* end) {
   Moe p = {};
   p.x = a->x, p.ids = static_cast<const int*>(a->ids), p.weights = static_cast<const float*>(a->weights);
-  p.w_gate_up = a->w_gate_up, p.w_down = a->w_down, p.s_gate_up = a->s_gate_up, p.s_down = a->s_down, p.add = a->add, p.out = a->out;
+  p.w_gate_up = a->w_gate_up, p.w_down = a->w_down, p.s_gate_up = a->s_gate_up, p.s_down = a->s_down;
+  p.add = a->add, p.out = a->out;
   p.rows = a->rows, p.hidden = a->hidden, p.inter = a->inter, p.experts = a->experts, p.topk = a->topk;
   p.tile = tile_of(a);
   const int64_t pairs = a->rows * a->topk;
