@@ -445,8 +445,8 @@ def test_a_storm_changes_no_text(ready, client):
 
     for i, text in enumerate(asyncio.run(storm())):
         assert text is None or text == alone[i % len(alone)], i
-    until(lambda: figures(ready)["kdtp:num_requests_running"] == 0, 10, "idle")
-    assert figures(ready)["kdtp:kv_cache_usage_perc"] == 0 and not ready.call("GET", "/v1/requests")[1]["data"]
+    until(lambda: is_idle(ready), 10, "idle")
+    assert not ready.call("GET", "/v1/requests")[1]["data"]
 
 
 def test_listeners_are_on_loopback(ready):
