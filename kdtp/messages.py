@@ -11,6 +11,7 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta, Struct
 
 from kdtp.types import NO_TOKEN, Count, Logprob, Move, Rule, SamplingParams, SeqRows, Token
+from kdtp.watch import Round, Watch
 
 PROTOCOL_VERSION = 2
 
@@ -162,16 +163,18 @@ class Cancel(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class StatusQuery(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Ask for Status. `upto`: the newest label this client has used; the answer repeats it."""
+    """Ask for Status. `upto`: the newest label this client has used; the answer repeats it. usages: also what the open
+    requests have cost so far."""
 
     upto: Count = 0
+    usages: bool = False
 
 
 class ShutdownQuery(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """End the engine: open requests fail with code "shutdown"."""
 
 
-ToEngine = Submit | Cancel | StatusQuery | ShutdownQuery
+ToEngine = Submit | Cancel | Watch | StatusQuery | ShutdownQuery
 
 
 class Usage(Struct, frozen=True, forbid_unknown_fields=True):
@@ -255,7 +258,8 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     waiting_tokens: of the requests that wait; pages_free: that can be taken now, pages_idle: those of them that are
     kept for what they hold; counters: what was counted since the start. upto: of the query; open: this client's open
     requests at that time. A label up to `upto` that is not open has had its terminal event, or the event was lost
-    because this client did not read.
+    because this client did not read. usages: of those that have run, if asked for; stage_ms: time of all steps by
+    stage; accepted: rounds in which 0, 1, 2 … draft tokens were accepted.
     """
 
     upto: Count
@@ -278,7 +282,10 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     model: Text
     vocab_size: Count
     max_positions: Count
+    usages: dict[Count, Usage] = {}
+    stage_ms: dict[str, float] = {}
+    accepted: tuple[Count, ...] = ()
 
 
 Terminal = Finished | Failed | Refused
-FromEngine = Tokens | Scored | Terminal | Status
+FromEngine = Tokens | Scored | Round | Terminal | Status

@@ -14,8 +14,9 @@ from kdtp.draft.base import Ask, Drafter, Kept
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.outcome import Event, Outcome, Picked, parts
 from kdtp.engine.pages import PagePool
-from kdtp.engine.request import Request
+from kdtp.engine.request import STAGES, Request
 from kdtp.engine.scheduler import Scheduler, Step, Turn
+from kdtp.engine.watched import Watched
 from kdtp.log import logger
 from kdtp.messages import Failed, Finished
 from kdtp.proposals import Proposal
@@ -48,6 +49,9 @@ class Coordinator:
         self._most_scored = max(1, _MOST_LOGITS // model.vocab_size)
         self.scheduler = Scheduler(config, model, self.pool)
         self.counters: Counter[str] = Counter()
+        self.watched = Watched()
+        self.seconds = dict.fromkeys(STAGES[1:], 0.0)  # of all steps
+        self.accepted: Counter[int] = Counter()  # rounds by draft tokens accepted
         self._compile = compile_
         self._spent: dict[str, float] = {}
         self._drafting: set[int] = set()
@@ -74,6 +78,11 @@ class Coordinator:
             return None
         self._commit([], [request])
         return Event(Finished(request.id, "cancelled", request.usage()))
+
+    def watch(self, request_id: int, rounds: int) -> None:
+        """Show the next rounds of a request, if it is open."""
+        if self.scheduler.find(request_id):
+            self.watched.ask(request_id, rounds)
 
     def fail_all(self, code: str, text: str) -> list[Event]:
         """The terminal event of every open request, when the engine ends."""
@@ -116,7 +125,8 @@ class Coordinator:
                 if not outcome.ended:
                     self._absorb(outcome)
         self._book(plan.turns)
-        return [event for outcome in outcomes for event in outcome.events(logits, self.model.vocab_size)]
+        shown = self.watched.events(plan.turns, rows, proposals, outcomes, self._spent) if self.watched else []
+        return shown + [event for outcome in outcomes for event in outcome.events(logits, self.model.vocab_size)]
 
     def _make_way(self, plan: Step) -> None:
         """What the plan changes before anything runs: who was preempted is forgotten, who comes is followed."""
@@ -218,7 +228,7 @@ class Coordinator:
         broken = NO_TOKEN in new
         emitted, reason = request.extend(new[: -1 if broken else None], self.model.max_position_embeddings)
         if not turn.chunk:
-            self._count(request, max(depths(rows.parents)), min(len(kept) - 1, len(emitted)))
+            self._count(request, rows, min(len(kept) - 1, len(emitted)))
         move = Move(rows.seq, start, kept) if kept != tuple(range(len(kept))) else None
         first_scored = start + len(rows.tokens) - rows.pick
         broken = broken and reason is None
@@ -230,10 +240,13 @@ class Coordinator:
             request, kept, first_scored, picked, emitted, at[: len(emitted)], move, len(rows.scored), reason, broken
         )
 
-    def _count(self, request: Request, depth: int, matched: int) -> None:
+    def _count(self, request: Request, rows: SeqRows, matched: int) -> None:
+        depth = max(depths(rows.parents))
         request.count_round(depth, matched)
         if depth:
+            self.accepted[matched] += 1
             self.counters["rounds"] += 1
+            self.counters["drafted"] += len(rows.tokens) - 1
             self.counters["accepted"] += matched
         if self.counters["rounds"] == _ALARM_ROUNDS and not self.counters["accepted"]:
             logger.warning("no draft token accepted in %d rounds: is the drafter wired to this model?", _ALARM_ROUNDS)
@@ -244,6 +257,7 @@ class Coordinator:
         if moves or released:
             self.fleet.commit(moves, released)
         for request in ended:
+            self.watched.forget(request.id)
             self._close(request)
 
     def _close(self, request: Request) -> None:
@@ -256,6 +270,8 @@ class Coordinator:
             self.drafter.absorb(outcome.request.id, outcome.emitted)
 
     def _book(self, turns: Sequence[Turn]) -> None:
+        for stage, spent in self._spent.items():
+            self.seconds[stage] += spent
         for turn in turns:
             seconds = turn.request.seconds
             if turn.chunk:

@@ -37,8 +37,10 @@ from kdtp.messages import (
     Submit,
     Terminal,
     ToEngine,
+    Usage,
 )
 from kdtp.version import __version__
+from kdtp.watch import Watch
 
 EXIT_FAULT = 70  # a rank died, hung, diverged or failed
 _SLICE = 0.25  # seconds between two looks at the stop flag
@@ -122,10 +124,12 @@ class Host:
             case Submit():
                 self._submit(client, message)
             case Cancel():
-                found = [i for i, who in self._clients.items() if who == (client, message.request)]
-                self._cancel(found)
+                self._cancel(self._named(client, message.request))
+            case Watch():
+                for request_id in self._named(client, message.request):
+                    self._coordinator.watch(request_id, message.rounds)
             case StatusQuery():
-                self._rpc.send(client, self._status(client, message.upto))
+                self._rpc.send(client, self._status(client, message))
             case ShutdownQuery():
                 self._stop = "a client asked for it"
 
@@ -155,6 +159,9 @@ class Host:
         else:
             self._clients[request.id] = (client, label)
 
+    def _named(self, client: bytes, label: int) -> list[int]:
+        return [i for i, who in self._clients.items() if who == (client, label)]
+
     def _cancel(self, ids: Iterable[int]) -> None:
         for request_id in ids:
             event = self._coordinator.cancel(request_id)
@@ -181,14 +188,15 @@ class Host:
                 del self._clients[request_id]
                 self._coordinator.cancel(request_id)
 
-    def _status(self, client: bytes, upto: int) -> Status:
+    def _status(self, client: bytes, query: StatusQuery) -> Status:
         coordinator, scheduler = self._coordinator, self._coordinator.scheduler
         done, total = self._handshake.loaded
         counters = coordinator.totals() + self._fleet.dropped() + self._rpc.dropped
         counters["desync_checks"] = self._fleet.desync_checks
         return Status(
-            upto=upto,
+            upto=query.upto,
             open=tuple(label for who, label in self._clients.values() if who == client),
+            usages=self._usages(client) if query.usages else {},
             state=self._state,
             pid=os.getpid(),
             version=__version__,
@@ -207,7 +215,14 @@ class Host:
             model=self._plan.config.model,
             vocab_size=self._plan.model.vocab_size,
             max_positions=self._plan.model.max_position_embeddings,
+            stage_ms={stage: round(seconds * 1e3, 3) for stage, seconds in coordinator.seconds.items()},
+            accepted=tuple(coordinator.accepted[n] for n in range(max(coordinator.accepted, default=-1) + 1)),
         )
+
+    def _usages(self, client: bytes) -> dict[int, Usage]:
+        """Of the client's requests that run."""
+        running = [(self._clients.get(request.id), request) for request in self._coordinator.scheduler.running]
+        return {who[1]: request.usage() for who, request in running if who is not None and who[0] == client}
 
     def _end(self, code: str, text: str) -> None:
         """One terminal event for every open request, then the workers are told, then everything is closed."""

@@ -11,6 +11,7 @@ from kdtp.engine.request import Request
 from kdtp.engine.scheduler import Turn
 from kdtp.messages import Failed, Finished, Ids, Scored, Tokens
 from kdtp.types import Logprob, Move, SeqRows
+from kdtp.watch import Round
 
 _BYTES = 4  # of a float32 logit
 
@@ -18,7 +19,7 @@ _BYTES = 4  # of a float32 logit
 class Event(NamedTuple):
     """Something to tell the client of a request; `logits` are raw float32 bytes, if it asked for them."""
 
-    message: Tokens | Scored | Finished | Failed
+    message: Tokens | Scored | Round | Finished | Failed
     logits: bytes | None = None
 
 

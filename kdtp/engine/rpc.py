@@ -29,6 +29,7 @@ from kdtp.messages import (
     ToEngine,
 )
 from kdtp.types import SamplingParams
+from kdtp.watch import Watch
 
 MAX_REQUEST = 16 << 20  # bytes of one client message
 _MAX_PROBLEM = 500  # characters of a complaint sent back
@@ -158,6 +159,10 @@ class Client:
         """Ask for the end of a request; its Finished, reason "cancelled", still comes."""
         self._send(Cancel(request))
 
+    def watch(self, request: int, rounds: int) -> None:
+        """Ask to be shown the next rounds of a request, as events of it."""
+        self._send(Watch(request, rounds))
+
     def forget(self, request: int) -> None:
         """Ignore what still comes of a request."""
         self._events.pop(request, None)
@@ -180,9 +185,9 @@ class Client:
         finally:
             self.latest = self.latest or before
 
-    def ask(self) -> None:
-        """Ask for a Status, which will be `latest`, without waiting for it."""
-        self._send(StatusQuery(self._labels))
+    def ask(self, usages: bool = False) -> None:
+        """Ask for a Status, which will be `latest`, without waiting for it; usages: as of StatusQuery."""
+        self._send(StatusQuery(self._labels, usages))
 
     def events(self, request: int) -> Iterator[Reply]:
         """The request's events up to its terminal one."""

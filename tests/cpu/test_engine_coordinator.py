@@ -18,6 +18,7 @@ from kdtp.engine.request import Request
 from kdtp.engine.scheduler import QueueFull
 from kdtp.messages import Commit, Failed, Finished, Ids, Tokens
 from kdtp.types import SamplingParams
+from kdtp.watch import Round
 from tests.fake_target import VOCAB, FakeWorker, continuation, model
 
 EPOCH = 7
@@ -35,15 +36,18 @@ def engine(drafter: DrafterConfig | None = None, known=None, ranks: int = 1, cha
     return coordinator, workers
 
 
-def run(coordinator: Coordinator) -> dict[int, tuple[list[int], Finished | Failed]]:
-    """Every open request to its end: its tokens and terminal event; positions must be gapless."""
+def run(coordinator: Coordinator, rounds=None) -> dict[int, tuple[list[int], Finished | Failed]]:
+    """Every open request to its end: its tokens and terminal event; positions must be gapless. What is shown goes to
+    `rounds`."""
     texts: dict[int, list[int]] = {}
     ends: dict[int, Finished | Failed] = {}
     while not coordinator.idle:
         for event in coordinator.step():
             message = event.message
             assert message.request not in ends, "an event after the terminal one"
-            if isinstance(message, Tokens):
+            if isinstance(message, Round) and rounds is not None:
+                rounds.append(message)
+            elif isinstance(message, Tokens):
                 text = texts.setdefault(message.request, [])
                 assert message.position == len(text)
                 text += message.tokens
@@ -75,6 +79,37 @@ def test_perfect_oracle_commits_a_full_block_each_round():
     assert tokens == continuation(prompt, 24) and end.reason == "length"
     assert (end.usage.rounds, end.usage.committed, end.usage.forwards) == (3, 24, 4)
     assert end.usage.accepted_by_depth == (3,) * 7
+    check_empty(coordinator, workers)
+
+
+def test_a_watched_request_shows_its_trees_as_often_as_was_asked():
+    prompt = (1, 2, 3)
+    coordinator, workers = engine(oracle(block=6, budget=12, hit=(1, 0.5), rank=2), known(prompt))
+    coordinator.submit(Request(1, prompt, SamplingParams(max_tokens=40)))
+    coordinator.submit(Request(2, prompt, SamplingParams(max_tokens=40)))
+    coordinator.watch(1, 5)
+    coordinator.watch(3, 5)  # ended, or never there
+    rounds: list[Round] = []
+    tokens, end = run(coordinator, rounds)[1]
+    assert [r.request for r in rounds] == [1] * 5 and end.usage.rounds > 5 and not coordinator.watched
+    text = tokens[:1]
+    for shown in rounds:
+        path = [shown.tokens[node] for node in shown.path]
+        assert shown.position == len(text) and path[0] == text[-1] and 1 < len(shown.tokens) <= 13
+        assert all(shown.parents[b] == a for a, b in zip(shown.path, shown.path[1:], strict=False))
+        assert all(shown.scores[node] <= shown.scores[parent] <= 0 for node, parent in enumerate(shown.parents) if node)
+        assert set(shown.timings_ms) == {"draft", "build", "verify", "accept", "commit"}
+        text += [*path[1:], shown.bonus]
+    assert text == tokens[: len(text)]
+    assert sum(n * rounds for n, rounds in coordinator.accepted.items()) == coordinator.counters["accepted"]
+    coordinator.submit(Request(4, prompt, SamplingParams(max_tokens=9)))
+    coordinator.watch(4, 5)
+    coordinator.watch(4, 0)
+    run(coordinator, rounds)
+    coordinator.submit(Request(5, prompt, SamplingParams(max_tokens=9), speculate=False))
+    coordinator.watch(5, 5)
+    coordinator.cancel(5)
+    assert len(rounds) == 5 and not coordinator.watched
     check_empty(coordinator, workers)
 
 

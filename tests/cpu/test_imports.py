@@ -13,14 +13,15 @@ import pytest
 
 from tests.conftest import ROOT
 
-JOINED = ("kdtp.messages", "kdtp.grammar", "kdtp.proposals")
+JOINED = ("kdtp.messages", "kdtp.watch", "kdtp.grammar", "kdtp.proposals")
 COMMON = ("kdtp.types", "kdtp.config", "kdtp.log", "kdtp.files")
 CLIENT_SIDE = ("kdtp.engine.rpc", "kdtp.engine.child", "kdtp.engine.plan")  # no torch
 ALLOWED = {  # a module or package, and the modules and packages of this repository it may import beside itself
     "kdtp.version": (),
     "kdtp.types": (),
     "kdtp.proposals": (),
-    "kdtp.messages": ("kdtp.types",),
+    "kdtp.watch": ("kdtp.types",),
+    "kdtp.messages": ("kdtp.types", "kdtp.watch"),
     "kdtp.config": ("kdtp.types",),
     "kdtp.log": (),
     "kdtp.files": (),
@@ -39,7 +40,7 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
     "kdtp.engine": ("kdtp.model", "kdtp.spec", "kdtp.draft", "kdtp.kernels", "kdtp.version", *JOINED, *COMMON),
     "kdtp.text": ("kdtp.log", "kdtp.files"),
     "kdtp.grammar": ("kdtp.text", "kdtp.types"),
-    "kdtp.server": (*CLIENT_SIDE, "kdtp.text", "kdtp.messages", "kdtp.version", *COMMON),
+    "kdtp.server": (*CLIENT_SIDE, "kdtp.text", "kdtp.messages", "kdtp.watch", "kdtp.version", *COMMON),
     "kdtp.cli": ("kdtp", "launcher"),
     "kdtp.cli.convert": ("kdtp", "reference"),
     "kdtp.__main__": ("kdtp", "launcher"),
@@ -61,6 +62,7 @@ THIRD_PARTY = {  # what the rooms that must stand alone may use beside the stand
     "kdtp.config": ("msgspec",),
     "kdtp.messages": ("msgspec",),
     "kdtp.types": ("msgspec",),
+    "kdtp.watch": ("msgspec",),
     "kdtp.proposals": ("torch",),  # for a type checker only, which another test holds
     "kdtp.spec": ("torch",),
     "kdtp.grammar": ("llguidance",),
