@@ -23,6 +23,8 @@ from kdtp.server.prompts import Ask
 SEND_TIMEOUT = 60.0  # seconds a client may leave us waiting to be read
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+EVENTS = b"text/event-stream; charset=utf-8"
+NOT_KEPT = (b"cache-control", b"no-cache")
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ class Answer:
         def tell(event: Told) -> None:
             self._events.put_nowait((index, event))
 
-        return Job(ask.prompt, ask.params, tell, ask.ends, self._style.id, ask.extra)
+        return Job(ask.prompt, ask.params, tell, ask.ends, self._style.id, index, ask.extra)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first."""
         work = asyncio.create_task(self._stream(send) if self._style.stream else self._whole(send))
-        gone = asyncio.create_task(_until_gone(receive))
+        gone = asyncio.create_task(until_gone(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -86,15 +88,15 @@ class Answer:
                 self._form.keep(index, grown)
         body = self._object(self._form.whole, self._form.choices()) | {"usage": self._usage()}
         data = msgspec.json.encode(body)
-        await _start(send, b"application/json", [(b"content-length", str(len(data)).encode())])
-        await _send(send, data, more=False)
+        await start_answer(send, b"application/json", (b"content-length", str(len(data)).encode()))
+        await send_part(send, data, more=False)
 
     async def _stream(self, send: Send) -> None:
         self._submit()
         growing = self._grown()
         # What the engine refuses at once is an answer with a status of its own.
         first = await anext(growing, None)
-        await _start(send, b"text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")])
+        await start_answer(send)
         try:
             for index in range(len(self._choices)):
                 await self._chunks(send, self._form.begin(index))
@@ -103,26 +105,26 @@ class Answer:
             async for index, grown in growing:
                 await self._show(send, index, grown)
             if self._style.include_usage:
-                await _event(send, self._object(self._form.chunk, []) | {"usage": self._usage()})
+                await send_event(send, self._object(self._form.chunk, []) | {"usage": self._usage()})
         except ApiError as error:
-            await _event(send, error.body())
+            await send_event(send, error.body())
         except (OSError, TimeoutError, asyncio.CancelledError):
             raise  # there is nobody to tell
         except Exception as error:
             logger.exception("%s: the stream failed", self._style.id)
-            await _event(send, ApiError(500, f"internal error: {type(error).__name__}").body())
-        await _send(send, DONE, more=False)
+            await send_event(send, ApiError(500, f"internal error: {type(error).__name__}").body())
+        await send_part(send, DONE, more=False)
 
     async def _show(self, send: Send, index: int, grown: Grown | None) -> None:
         if grown is None:
-            await _send(send, PING)
+            await send_part(send, PING)
         else:
             await self._chunks(send, self._form.chunks(index, grown))
 
     async def _chunks(self, send: Send, choices: Sequence[Json]) -> None:
         for choice in choices:
             chunk = self._object(self._form.chunk, [choice])
-            await _event(send, chunk | ({"usage": None} if self._style.include_usage else {}))
+            await send_event(send, chunk | ({"usage": None} if self._style.include_usage else {}))
 
     # ------------------------------------------------------------------ what the engine tells
 
@@ -185,20 +187,23 @@ class Answer:
         }
 
 
-async def _until_gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _start(send: Send, kind: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    head = [(b"content-type", kind), *headers]
-    await send({"type": "http.response.start", "status": 200, "headers": head})
+async def start_answer(send: Send, kind: bytes = EVENTS, header: tuple[bytes, bytes] = NOT_KEPT) -> None:
+    """The head of an answer, by default of a stream of events."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind), header]})
 
 
-async def _event(send: Send, value: object) -> None:
-    await _send(send, b"data: " + msgspec.json.encode(value) + b"\n\n")
+async def send_event(send: Send, value: object) -> None:
+    """One event of a stream."""
+    await send_part(send, b"data: " + msgspec.json.encode(value) + b"\n\n")
 
 
-async def _send(send: Send, data: bytes, more: bool = True) -> None:
+async def send_part(send: Send, data: bytes, more: bool = True) -> None:
+    """Bytes of an answer; TimeoutError if the client does not read."""
     async with asyncio.timeout(SEND_TIMEOUT):
         await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,12 +19,14 @@ from kdtp.config import digest
 from kdtp.log import logger
 from kdtp.server import metrics
 from kdtp.server.answer import Answer, Style
+from kdtp.server.assets import page_routes
 from kdtp.server.bodies import ChatBody, CompletionBody, DetokenizeBody, Sampling, TokenizeBody, decode
 from kdtp.server.choice import Choice
 from kdtp.server.driver import Driver
 from kdtp.server.errors import ApiError, invalid
 from kdtp.server.forms import ChatForm, CompletionForm
 from kdtp.server.gate import read_body, respond
+from kdtp.server.live import Live
 from kdtp.server.openapi import document
 from kdtp.server.prompts import Ask, Model, stop_strings
 from kdtp.text.calls import AnswerParser
@@ -56,10 +57,11 @@ class Endpoint:
     def app(self) -> Starlette:
         """The ASGI application, without its gate."""
         routes = [
+            *page_routes(),
+            *Live(self._model, self._driver).routes(),
             Route("/health", self.health),
             Route("/openapi.json", self.openapi),
             Route("/metrics", self.metrics),
-            Route("/v1/requests", self.requests),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.one_model),
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -95,21 +97,6 @@ class Endpoint:
         ratio = health.done / health.total if health.total else 0.0
         text = self._driver.metrics.text(self._driver.status, health.state, ratio, health.restarts)
         return Response(text, media_type=metrics.KIND)
-
-    async def requests(self, request: Request) -> Response:
-        """What is open: the HTTP request's id, its tokens, its age in seconds."""
-        now = time.monotonic()
-        open_ones = [
-            {
-                "id": job.id,
-                "prompt_tokens": len(job.prompt),
-                "completion_tokens": len(job.given),
-                "max_tokens": job.params.max_tokens,
-                "age": round(now - job.started, 3),
-            }
-            for job in self._driver.jobs()
-        ]
-        return _json({"object": "list", "data": open_ones})
 
     async def openapi(self, request: Request) -> Response:
         """What is accepted."""

@@ -20,6 +20,8 @@ from kdtp.server.errors import ApiError, busy
 from kdtp.server.journal import Job, Told
 from kdtp.server.metrics import Metrics
 from kdtp.server.session import Session
+from kdtp.server.watcher import Watcher
+from kdtp.watch import Round
 
 TOLD_TO_END = "the server was told to end"
 _ASK = 1.0  # seconds between two looks at the engine's status
@@ -52,7 +54,7 @@ class Driver:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._inbox: deque[tuple[str, Job]] = deque()
         self._jobs: dict[Job, None] = {}  # open ones, in the order they came
-        self._news: list[tuple[Job, Told]] = []
+        self._news: list[tuple[Job, Told | Round]] = []
         self._deaths: deque[float] = deque()
         self._ending = ""
         self._draining = False
@@ -109,9 +111,21 @@ class Driver:
         """End a job; nothing more is told of it. No error for one that has ended. reason: why, for the metrics."""
         if job in self._jobs:
             del self._jobs[job]
+            _close(job)
             self._send("cancel", job)
             with _harmless():
                 self.metrics.ended(job, reason)
+
+    @contextlib.contextmanager
+    def watching(self, job: Job) -> Iterator[Watcher]:
+        """Look at the rounds of an open job."""
+        watcher = Watcher()
+        job.watchers.append(watcher)
+        self._send("watch", job)
+        try:
+            yield watcher
+        finally:
+            job.watchers.remove(watcher)
 
     def drain(self) -> None:
         """Take no new jobs."""
@@ -131,12 +145,17 @@ class Driver:
     def _signal(self) -> None:
         os.eventfd_write(self._wake, 1)
 
-    def _deliver(self, news: Sequence[tuple[Job, Told]]) -> None:
+    def _deliver(self, news: Sequence[tuple[Job, Told | Round]]) -> None:
         for job, event in news:
             if job not in self._jobs:
                 continue  # cancelled meanwhile
+            if isinstance(event, Round):
+                for watcher in job.watchers:
+                    watcher.show(event)
+                continue
             if isinstance(event, Finished | Failed | Refused):
                 del self._jobs[job]
+                _close(job)
             job.tell(event)
             with _harmless():
                 self.metrics.told(job, event)
@@ -156,6 +175,7 @@ class Driver:
 
     def _live(self) -> None:
         """The life of one engine."""
+        self.status = None  # of the one before
         child = Child(self._plan)
         client = Client(child.address, child.check, wake=self._wake)
         try:
@@ -201,12 +221,12 @@ class Driver:
             self._flush()
             if time.monotonic() > asked + _ASK:
                 asked = time.monotonic()
-                client.ask()
+                client.ask(usages=True)
 
     def _read_inbox(self, session: Session) -> None:
         while self._inbox:
             what, job = self._inbox.popleft()
-            (session.start if what == "submit" else session.cancel)(job)
+            {"submit": session.start, "cancel": session.cancel, "watch": session.watch}[what](job)
 
     def _look(self, client: Client) -> None:
         """Take note of a new status, and that we were woken."""
@@ -245,7 +265,7 @@ class Driver:
         self._news = [(job, Failed(None, code, text)) for job in self.jobs()]
         self._flush()
 
-    def _note(self, job: Job, event: Told) -> None:
+    def _note(self, job: Job, event: Told | Round) -> None:
         self._news.append((job, event))
 
     def _change(self, **values: object) -> None:
@@ -261,6 +281,12 @@ class Driver:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             logger.info("the event loop has ended before the engine")
+
+
+def _close(job: Job) -> None:
+    """Whoever looks at its rounds has seen all."""
+    for watcher in job.watchers:
+        watcher.end()
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kdtp.log import logger
+from kdtp.server.assets import PAGE
 from kdtp.server.errors import ApiError
 
-OPEN_TO_ALL = ("/health",)
+OPEN_TO_ALL = {"/health", *PAGE}
 MOST_BODY = 8 << 20  # bytes
 MOST_HEADERS = 100
 BODY_TIMEOUT = 60.0  # seconds

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from kdtp.messages import Failed, Finished, FromEngine, Refused, Scored, Tokens, Usage
+from kdtp.server.watcher import Watcher
 from kdtp.types import SamplingParams
 
 Told = Tokens | Scored | Finished | Failed | Refused
@@ -28,7 +29,8 @@ class Extra(NamedTuple):
 class Job:
     """One request to the engine, and what has come of it.
 
-    tell: called with each event, in the server's event loop; ends: ids that end the text; id: of the HTTP request.
+    tell: called with each event, in the server's event loop; ends: ids that end the text; id: of the HTTP request;
+    choice: which of its choices. watchers: who looks at its rounds.
     given, scored: tokens and prompt log-probabilities told so far; label: its name in the engine that runs now;
     accepted: an engine took it; deaths: of engines that had it. started, heard: when it came, and when its last tokens
     did, of time.monotonic.
@@ -39,6 +41,7 @@ class Job:
     tell: Callable[[Told], object]
     ends: Collection[int] = ()
     id: str = ""
+    choice: int = 0
     extra: Extra = field(default_factory=Extra)
     started: float = field(default_factory=time.monotonic)
     heard: float | None = None
@@ -47,6 +50,7 @@ class Job:
     label: int | None = None
     accepted: bool = False
     deaths: int = 0
+    watchers: list[Watcher] = field(default_factory=list)
 
     def note(self, event: FromEngine) -> Told | None:
         """What is new in an event; an engine that took over may say some of it again."""

@@ -136,8 +136,14 @@ def _gauges(status: Status | None, state: str, ratio: float) -> Iterator[str]:
         ("prefix_cache_hits", "prefix_hits"),
         ("num_preemptions", "preemptions"),
         ("desync_checks", "desync_checks"),
+        ("spec_decode_num_draft_tokens", "drafted"),
     ):
         yield from _family(f"{name}_total", "counter", {"": counters.get(key, 0)})
+    seconds = {stage: round(ms / 1e3, 6) for stage, ms in status.stage_ms.items()}
+    yield from _family("step_stage_seconds_total", "counter", _labelled("stage", seconds))
+    yield from _family(
+        "accepted_path_length_rounds_total", "counter", _labelled("length", dict(enumerate(status.accepted)))
+    )
 
 
 def _labelled(label: str, values: Mapping[str, float] | Mapping[int, float]) -> dict[str, float]:

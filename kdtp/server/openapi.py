@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -18,10 +19,18 @@ _BODIES = {
 _PAGES = {
     "/v1/models": "The model that is served.",
     "/v1/models/{name}": "One model by its name.",
-    "/v1/requests": "Open requests: id, tokens, age.",
+    "/v1/status": "What the engine is doing: figures since its start.",
+    "/v1/requests": "Open requests: id, tokens, age, what they have cost.",
+    "/v1/requests/{id}/{choice}/rounds": "The draft trees of an open request as they are verified.",
     "/metrics": "Figures for Prometheus.",
     "/openapi.json": "This document.",
 }
+_PARAMETERS: dict[str, Any] = {
+    "name": {"type": "string"},
+    "id": {"type": "string"},
+    "choice": {"type": "integer", "minimum": 0},
+}
+_KINDS = {"/metrics": "text/plain", "/v1/requests/{id}/{choice}/rounds": "text/event-stream"}
 _STREAMS = ("/v1/chat/completions", "/v1/completions")
 _ERROR = {
     "type": "object",
@@ -64,11 +73,13 @@ def document(with_keys: bool) -> dict[str, Any]:
 
 
 def _get(path: str, text: str) -> dict[str, Any]:
-    kind = "text/plain" if path == "/metrics" else "application/json"
+    kind = _KINDS.get(path, "application/json")
     operation: dict[str, Any] = {"summary": text, "responses": _responses({kind: {}}, 401, 503)}
-    if "{name}" in path:
-        schema = {"type": "string"}
-        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": schema}]
+    names = re.findall(r"{(\w+)}", path)
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": _PARAMETERS[name]} for name in names
+        ]
         operation["responses"] |= _responses({}, 404)
     return operation
 

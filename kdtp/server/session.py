@@ -8,7 +8,9 @@ from collections.abc import Callable, Container
 from kdtp.engine.rpc import Client
 from kdtp.messages import Failed, Finished, FromEngine, Refused
 from kdtp.server.journal import Job, Told
+from kdtp.watch import Round
 
+_LEASE = 16  # rounds of a watched job that are asked for at once
 _SOONEST, _LATEST = 0.2, 5.0  # seconds until a refused job is tried again
 
 
@@ -20,12 +22,13 @@ class Session:
     """
 
     def __init__(
-        self, client: Client, wanted: Container[Job], context: int, tell: Callable[[Job, Told], object]
+        self, client: Client, wanted: Container[Job], context: int, tell: Callable[[Job, Told | Round], object]
     ) -> None:
         self._client = client
         self._wanted, self._context, self._tell = wanted, context, tell
         self.fault = ""
         self._labels: dict[int, Job] = {}
+        self._leases: dict[int, int] = {}  # label: rounds that are still to come
         self._later: list[tuple[float, Job]] = []  # accepted by an engine before, refused by this one now
 
     def start(self, job: Job) -> None:
@@ -46,6 +49,16 @@ class Session:
             given=job.given,
         )
         self._labels[job.label] = job
+        self.watch(job)
+
+    def watch(self, job: Job) -> None:
+        """Have the rounds of a job shown, some at a time, as long as somebody looks."""
+        label = job.label
+        if not job.watchers or label is None or self._labels.get(label) is not job:
+            return
+        if self._leases.get(label, 0) <= _LEASE // 2:
+            self._leases[label] = _LEASE
+            self._client.watch(label, _LEASE)
 
     def cancel(self, job: Job) -> None:
         """End a job here."""
@@ -64,6 +77,11 @@ class Session:
             self.start(entry[1])
 
     def _take(self, job: Job, label: int, event: FromEngine) -> None:
+        if isinstance(event, Round):
+            self._leases[label] = self._leases.get(label, 1) - 1
+            self._tell(job, event)
+            self.watch(job)
+            return
         told = job.note(event)
         if not isinstance(told, Finished | Failed | Refused):
             if told is not None:
@@ -71,6 +89,7 @@ class Session:
             return
         if told is event:
             del self._labels[label]
+            self._leases.pop(label, None)
         else:  # our own verdict: the engine does not know of it
             self._drop(label)
         if isinstance(told, Failed) and told.code in ("engine", "shutdown"):
@@ -84,5 +103,6 @@ class Session:
 
     def _drop(self, label: int) -> None:
         del self._labels[label]
+        self._leases.pop(label, None)
         self._client.cancel(label)
         self._client.forget(label)

@@ -1,0 +1,130 @@
+"""What a server shows of itself: figures, the rounds of a request, and the page that draws them."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import threading
+
+import pytest
+
+from tests import browser
+from tests.browser import Browser
+from tests.processes import until
+from tests.service import KEY, Service
+
+pytestmark = [pytest.mark.xdist_group("server-live"), pytest.mark.timeout(120)]
+
+LONG = {"prompt": [1, 2, 3] * 5, "max_tokens": 450, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory):
+    with Service(tmp_path_factory.mktemp("live"), "--drafter", "ngram", "--budget", 24) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def asking(ready):
+    """Long requests that run meanwhile, one after another."""
+    enough = threading.Event()
+
+    def ask():
+        while not enough.is_set():
+            ready.post("/v1/completions", **LONG, n=2)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: any(entry["completion_tokens"] for entry in opened(ready)), 20, "under way")
+    yield
+    enough.set()
+    thread.join(60)
+
+
+def opened(ready) -> list[dict]:
+    return ready.call("GET", "/v1/requests")[1]["data"]
+
+
+def rounds(ready, entry: dict) -> list[dict]:
+    """The events of a request's rounds up to the end."""
+    connection = http.client.HTTPConnection("127.0.0.1", ready.port, timeout=30)
+    path = f"/v1/requests/{entry['id']}/{entry['choice']}/rounds"
+    connection.request("GET", path, headers={"Authorization": f"Bearer {KEY}"})
+    response = connection.getresponse()
+    assert response.status == 200 and response.headers.get_content_type() == "text/event-stream"
+    lines = response.read().decode().split("\n\n")
+    connection.close()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+def test_the_rounds_of_a_request_and_what_it_has_cost(ready, asking):
+    first = ready.call("GET", "/v1/status")[1]
+    entry = opened(ready)[1]
+    *shown, end = rounds(ready, entry)
+    assert end == {"ended": True} and entry["choice"] == 1 and len(shown) > 5
+    for event in shown:
+        nodes, path = event["nodes"], event["path"]
+        assert nodes[0]["parent"] == -1 and path[0] == 0 and 0 < event["position"] < 450
+        assert all(nodes[b]["parent"] == a for a, b in itertools.pairwise(path))
+        assert all(0 < node["p"] <= 1 and 0 <= node["parent"] < i for i, node in enumerate(nodes) if i)
+        assert event["timings_ms"]["verify"] > 0 and event["bonus"]["text"] is not None
+    numbers = [event["number"] for event in shown]
+    assert numbers == sorted(set(numbers)) and max(len(event["nodes"]) for event in shown) > 1
+    last = ready.call("GET", "/v1/status")[1]
+    assert last["steps"] > first["steps"] and sum(last["accepted"]) > 0 and last["stage_ms"]["verify"] > 0
+    assert last["generation_tokens"] > first["generation_tokens"] and last["model"] == "tiny"
+    status, answer, _ = ready.call("GET", f"/v1/requests/{entry['id']}/1/rounds")
+    assert (status, answer["error"]["code"]) == (404, "request_not_found")
+
+
+def test_an_open_request_tells_its_acceptance(ready, asking):
+    until(lambda: all(entry["rounds"] for entry in opened(ready)), 5, "figures")
+    for entry in opened(ready):
+        assert 1 <= entry["tokens_per_round"] <= 8 and entry["timings_ms"]["verify"] > 0
+        assert len(entry["drafted_by_depth"]) == len(entry["accepted_by_depth"]) > 0
+
+
+def test_the_page_and_its_files_need_no_key_and_the_figures_do(ready):
+    for path in ("/", "/page/page.js", "/page/tree.js", "/page/svg.js", "/page/page.css", "/page/icon.svg"):
+        status, text, headers = ready.call("GET", path, key=None)
+        assert status == 200 and text and "default-src 'none'" in headers["content-security-policy"]
+        assert "http:" not in text.replace("http://www.w3.org/", "") and "https:" not in text
+    assert ready.call("GET", "/page/../app.py", key=None)[0] == 401
+    assert ready.call("GET", "/page/nothing.js")[0] == 404
+    for path in ("/v1/status", "/v1/requests", "/v1/requests/x/0/rounds"):
+        assert ready.call("GET", path, key=None)[0] == 401
+    assert ready.call("POST", "/v1/status")[0] == 405
+
+
+@pytest.mark.skipif(browser.find() is None, reason=f"no browser: none of {', '.join(browser.NAMES)} is installed")
+def test_the_page_draws_the_tree_of_a_request(ready, asking, tmp_path):
+    with Browser(browser.find(), tmp_path / "profile") as page:
+        page.scheme("light")
+        page.open(f"{ready.url}/")
+        page.until("document.getElementById('door')?.hidden === false")
+        assert page.run("document.querySelector('main').hidden")
+        enter = "document.getElementById('key').value = '%s'; document.querySelector('#door button').click()"
+        page.run(enter % "wrong-key-of-nobody")
+        page.until("document.getElementById('refused').textContent.includes('not one of')")
+        page.run(enter % KEY)
+        page.until("document.getElementById('state').textContent === 'ready'")
+        page.until("document.querySelectorAll('#requests button').length === 2")
+        page.run("document.querySelector('#requests button').click()")
+        page.until("document.querySelectorAll('#tree g.node').length > 2")
+        page.until("document.querySelectorAll('#tree g.lit').length > 1")
+        page.run("document.getElementById('pause').click()")
+        assert page.run("document.querySelectorAll('#tree path').length") >= 2
+        assert "drafted" in page.run("document.getElementById('about').textContent")
+        page.until("document.querySelectorAll('#accepted rect').length > 0")
+        page.until("document.querySelectorAll('#stages rect').length === 5")
+        look = "getComputedStyle(document.body).backgroundColor + getComputedStyle(document.querySelector('h1')).color"
+        light = page.run(look)
+        page.picture(tmp_path / "light.png")
+        page.scheme("dark")
+        dark = page.run(look)
+        page.picture(tmp_path / "dark.png")
+        assert light == "rgb(247, 248, 250)rgb(22, 32, 44)" and dark == "rgb(16, 21, 27)rgb(228, 234, 240)"
+        assert page.urls and all(url.startswith(f"{ready.url}/") for url in page.urls), page.urls
+        assert not any(KEY in url or "wrong-key" in url for url in page.urls)
+        assert [e for e in page.errors if "401" not in e] == []
