@@ -10,10 +10,11 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
+from kdtp.drafting import Draft, Drafts, Keep
 from kdtp.types import NO_TOKEN, Count, Logprob, Move, Rule, SamplingParams, SeqRows, Token
 from kdtp.watch import Round, Watch
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Pid: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
@@ -73,7 +74,7 @@ class Shutdown(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     reason: Text
 
 
-ToWorker = Welcome | Forward | Commit | Shutdown
+ToWorker = Welcome | Forward | Keep | Commit | Draft | Shutdown
 
 # ---------------------------------------------------------------- worker -> coordinator
 
@@ -132,7 +133,7 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     text: Text
 
 
-FromWorker = Hello | Progress | Ready | Ids | Fault
+FromWorker = Hello | Progress | Ready | Ids | Drafts | Fault
 
 # ---------------------------------------------------------------- client <-> coordinator (RPC)
 

@@ -20,7 +20,8 @@ from kdtp.engine.assemble import local_link
 from kdtp.engine.coordinator import Compile, Coordinator
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
-from kdtp.engine.link import Link, LocalLink, ZmqLink
+from kdtp.engine.link import Link, ZmqLink
+from kdtp.engine.network import OnRanks
 from kdtp.engine.plan import plan
 from kdtp.engine.request import Request
 from kdtp.messages import Finished, Scored, Tokens, Usage
@@ -68,8 +69,7 @@ class Harness:
     def coordinator(self, drafter: DrafterConfig = NONE, known: Mapping | None = None, **settings) -> Coordinator:
         """A fresh coordinator over the loaded ranks."""
         config = dataclasses.replace(self.config, drafter=drafter, **settings)
-        target = self.links[0].target if isinstance(self.links[0], LocalLink) else None
-        made = draft.make(drafter, known or {}, self.plan.model.vocab_size, target)
+        made = draft.make(drafter, known or {}, self.plan.model.vocab_size, OnRanks(self.fleet))
         made.start()
         return Coordinator(config, self.plan.model, self.fleet, made, self.compile)
 

@@ -29,6 +29,10 @@ class Target(Protocol):
         """Rows of its KV cache."""
         ...
 
+    def line(self, seq: int, count: int) -> torch.Tensor:
+        """The cache row of each of the first `count` rows of a sequence, int64 [count], on the host."""
+        ...
+
     def tap(self, layers: Sequence[int]) -> None:
         """From now on `features` are, of the last forward's rows, the residual stream after each of these layers, side
         by side, [M, taps * H]."""

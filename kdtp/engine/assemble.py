@@ -12,6 +12,7 @@ from kdtp.engine.coordinator import Coordinator
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import Link, LocalLink
+from kdtp.engine.network import OnRanks
 from kdtp.engine.plan import Plan
 from kdtp.engine.worker import Worker
 from kdtp.grammar import Grammars
@@ -32,7 +33,7 @@ def local_link(on_progress: Callable[[int, int], None] = lambda done, total: Non
             on_progress(message.done, message.total)
 
     worker = Worker(0, 1, emit, lambda device, timeout: Solo())
-    link.handle, link.target = worker.handle, lambda: worker.shard
+    link.handle = worker.handle
     worker.hello()
     return link
 
@@ -45,8 +46,7 @@ def assemble(plan: Plan, links: Sequence[Link], serves: bool = False) -> tuple[C
     config, golden = plan.config, plan.golden
     fleet = Fleet(links, epoch=secrets.randbits(52), step_timeout=config.step_timeout)
     known = {golden.prompt: golden.tokens} if golden else {}
-    target = links[0].target if isinstance(links[0], LocalLink) else None
-    drafter = draft.make(config.drafter, known, plan.model.vocab_size, target)
+    drafter = draft.make(config.drafter, known, plan.model.vocab_size, OnRanks(fleet))
     grammars = Grammars(config.model, plan.model.vocab_size, plan.model.eos_token_ids)
     if serves:
         threading.Thread(target=grammars.prepare, daemon=True).start()

@@ -6,15 +6,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import zmq
 
+from kdtp.drafting import Draft, Drafts, Keep, Root, Rows
 from kdtp.engine.link import EngineFault, Link, LocalLink, ZmqLink
 from kdtp.log import logger
 from kdtp.messages import Begin, Commit, Fault, Forward, FromWorker, Hello, Ids, Shutdown, ToWorker
 from kdtp.types import Move, SeqRows
 
 Arrival = tuple[Link, FromWorker, bytes | None]
+A = TypeVar("A", Ids, Drafts)
 
 
 class Fleet:
@@ -53,7 +56,7 @@ class Fleet:
         timeout = max(self._step_timeout, 10 * self._seconds_per_row * rows)
         started = time.monotonic()
         self.send(Forward(self.epoch, self.step, tuple(seqs), tuple(begun), want_logits))
-        answers = self._gather(started + timeout)
+        answers = self._gather(Ids, self.links, started + timeout)
         self._check(answers, sum(s.pick for s in seqs), want_logits)
         if rows:
             self._seconds_per_row += 0.1 * ((time.monotonic() - started) / rows - self._seconds_per_row)
@@ -69,6 +72,24 @@ class Fleet:
         except EngineFault as fault:
             self._fault = fault
 
+    def keep(self, kept: Sequence[Rows]) -> None:
+        """Tell all ranks which of the last step's rows their network is to take in. As `commit`."""
+        try:
+            self.send(Keep(self.epoch, self.step, tuple(kept)))
+        except EngineFault as fault:
+            self._fault = fault
+
+    def draft(self, roots: Sequence[Root]) -> tuple[tuple[int, ...], bytes]:
+        """Draft on all ranks: the shape of what rank 0 answers, and its frame, as in Drafts. EngineFault as forward."""
+        if self._fault is not None:
+            raise self._fault
+        self.send(Draft(self.epoch, self.step, tuple(roots)))
+        deadline = time.monotonic() + self._step_timeout
+        drafts, frame = self._gather(Drafts, self.links[:1], deadline)[0]
+        if drafts.shape[:1] != (len(roots),) or len(drafts.shape) not in (3, 4):
+            raise EngineFault(f"step {self.step}: drafts of shape {drafts.shape} for {len(roots)} roots")
+        return drafts.shape, frame or b""
+
     def dismiss(self, reason: str) -> None:
         """Tell the ranks to end; one that cannot be reached any more is left to the launcher."""
         for link in self.links:
@@ -78,24 +99,25 @@ class Fleet:
                 except EngineFault as error:
                     logger.info("%s", error)
 
-    def _gather(self, deadline: float) -> dict[int, tuple[Ids, bytes | None]]:
-        """Every rank's answer to this step."""
-        answers: dict[int, tuple[Ids, bytes | None]] = {}
-        while len(answers) < len(self.links):
+    def _gather(self, kind: type[A], links: Sequence[Link], deadline: float) -> dict[int, tuple[A, bytes | None]]:
+        """The answer of each of these ranks to this step."""
+        answers: dict[int, tuple[A, bytes | None]] = {}
+        while len(answers) < len(links):
             arrived = False
             for link, message, frame in self.arrivals(deadline):
                 arrived = True
-                if isinstance(message, Ids) and self._fits(message, link) and link.rank not in answers:
+                if isinstance(message, kind) and self._fits(message, link) and link.rank not in answers:
                     answers[link.rank] = (message, frame)
                     link.last_step = message.step
                 else:
                     link.dropped["stale"] += 1
             if not arrived:
-                raise EngineFault(f"step {self.step} not answered in time by {self._silent(set(answers))}")
+                silent = [link for link in links if link.rank not in answers]
+                raise EngineFault(f"step {self.step} not answered in time by {_describe(silent)}")
         return answers
 
-    def _fits(self, ids: Ids, link: Link) -> bool:
-        return (ids.epoch, ids.step, ids.rank) == (self.epoch, self.step, link.rank)
+    def _fits(self, answer: Ids | Drafts, link: Link) -> bool:
+        return (answer.epoch, answer.step, answer.rank) == (self.epoch, self.step, link.rank)
 
     def _check(self, answers: dict[int, tuple[Ids, bytes | None]], picked: int, want_logits: bool) -> None:
         first, frame = answers[0]
@@ -161,15 +183,6 @@ class Fleet:
         gone = [watched[fd] for fd, _ in poller.poll(int(timeout * 1000))] if watched else []
         return ", ".join(f"rank {link.rank} (pid {link.hello.pid if link.hello else '?'}) ended" for link in gone)
 
-    def _silent(self, answered: set[int]) -> str:
-        """What is known of the ranks that did not answer: last step, and the state the kernel gives."""
-        return ", ".join(
-            f"rank {link.rank} (pid {link.hello.pid if link.hello else '?'}, last answered step {link.last_step}, "
-            f"process state {_state(link.hello)})"
-            for link in self.links
-            if link.rank not in answered
-        )
-
     def dropped(self) -> Counter[str]:
         """Frames dropped on all links, by reason."""
         total: Counter[str] = Counter()
@@ -180,6 +193,15 @@ class Fleet:
     def close(self) -> None:
         for link in self.links:
             link.close()
+
+
+def _describe(links: Sequence[Link]) -> str:
+    """What is known of ranks that did not answer: last step, and the state the kernel gives."""
+    return ", ".join(
+        f"rank {link.rank} (pid {link.hello.pid if link.hello else '?'}, last answered step {link.last_step}, "
+        f"process state {_state(link.hello)})"
+        for link in links
+    )
 
 
 def _state(hello: Hello | None) -> str:

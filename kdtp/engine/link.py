@@ -10,7 +10,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -18,9 +18,6 @@ import zmq
 from kdtp.engine.rundir import endpoint
 from kdtp.log import logger
 from kdtp.messages import FromWorker, Hello, Shutdown, ToWorker
-
-if TYPE_CHECKING:
-    from kdtp.draft.base import Target  # a worker's process has no drafter
 
 MOST_AT_ONCE = 64  # frames taken from a socket before the next thing is done
 MAX_FRAME = 256 << 20  # bytes; logits of a wide forward are the largest
@@ -71,7 +68,7 @@ def tune(socket: zmq.Socket[bytes], max_frame: int = MAX_FRAME) -> None:
 
 
 class LocalLink:
-    """A worker in this process: `handle` runs it, what it emits is received here, `target` finds its loaded model."""
+    """A worker in this process: `handle` runs it, what it emits is received here."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -79,7 +76,6 @@ class LocalLink:
         self.hello: Hello | None = None
         self.last_step = 0
         self.handle: Callable[[ToWorker], None] | None = None
-        self.target: Callable[[], Target] | None = None
         self._inbox: deque[tuple[FromWorker, bytes | None]] = deque()
 
     def emit(self, message: FromWorker, frame: bytes | None = None) -> None:

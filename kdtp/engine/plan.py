@@ -81,9 +81,6 @@ def plan(config: EngineConfig) -> Plan:
 
 def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     """The settings of a network with its block's size, once it is known to fit the model."""
-    for key, value, legal in (("tp", config.tp, 1), ("device", config.device, "cpu")):
-        if value != legal:
-            raise ConfigError(f"{key} = {value!r}: must be {legal!r} with drafter dflash, so far", key)
     chosen, path = config.drafter, Path(config.drafter.model).absolute()
     network = dflash.read(path, chosen.amplitude or None, chosen.window)
     for key, found, want in (
@@ -96,6 +93,9 @@ def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     if max(network.target_layer_ids) >= model.num_hidden_layers:
         layers = model.num_hidden_layers
         raise ConfigError(f"{path}: target_layer_ids = {network.target_layer_ids}: the model has {layers} layers")
+    if config.tp not in network.legal_tp():
+        legal = ", ".join(map(str, network.legal_tp()))
+        raise ConfigError(f"tp = {config.tp}: the drafter {path} can be split over {legal} ranks", "tp")
     with Folder(path, network):
         return dataclasses.replace(chosen, model=str(path), block=min(chosen.block, network.block_size))
 

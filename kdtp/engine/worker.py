@@ -11,14 +11,16 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 import zmq
 
 from kdtp import log
-from kdtp.config import EngineConfig, build, digest
-from kdtp.engine import guard, rundir
+from kdtp.config import DrafterConfig, EngineConfig, build, digest
+from kdtp.drafting import Draft, Drafts, Keep
+from kdtp.engine import devices, guard, rundir
 from kdtp.engine.choose import Chooser
 from kdtp.engine.link import tune
 from kdtp.log import logger
@@ -41,6 +43,9 @@ from kdtp.model.comm import Comm
 from kdtp.model.shard import Shard
 from kdtp.types import MOST_THREADS, PAGE_ROWS, Logprob
 from kdtp.version import __version__
+
+if TYPE_CHECKING:
+    from kdtp.draft.dflash.part import Part  # loaded if there is a network
 
 WELCOME_TIMEOUT = 60.0  # seconds between hello and welcome
 _WIDE = 1024  # hidden size from which more threads than one pay; below, they mostly wait for each other
@@ -68,6 +73,7 @@ class Worker:
         self._step = 0
         self._shard: Shard | None = None
         self._chooser: Chooser | None = None
+        self._part: Part | None = None
 
     def hello(self) -> None:
         """Say who this is."""
@@ -81,6 +87,10 @@ class Worker:
             case Forward() if self._is_next(message.epoch, message.step, self._step + 1):
                 self._step = message.step
                 self._forward(message)
+            case Keep() if self._is_next(message.epoch, message.step, self._step):
+                self.part.keep(message.kept)
+            case Draft() if self._is_next(message.epoch, message.step, self._step):
+                self._draft(message)
             case Commit() if self._is_next(message.epoch, message.step, self._step):
                 self.shard.commit(message.moves)
                 self.shard.release(message.released)
@@ -100,6 +110,12 @@ class Worker:
         assert self._chooser is not None, "a step before the model was loaded"
         return self._chooser
 
+    @property
+    def part(self) -> Part:
+        """This rank's part of the network that drafts."""
+        assert self._part is not None, "a draft of an engine without a network"
+        return self._part
+
     def _is_next(self, epoch: int, step: int, want: int) -> bool:
         if (epoch, step) == (self._epoch, want):
             return True
@@ -112,17 +128,18 @@ class Worker:
         self._epoch = welcome.epoch
         self.coordinator_pid = welcome.coordinator_pid
         torch.set_num_threads(config.threads or 1)
-        device = _device(config.device, self.rank)
+        device = devices.device(config.device, self.rank)
         # The coordinator's deadline must pass first, so that it names the rank that hangs.
         comm = self._connect(config.device, max(60.0, 4 * config.step_timeout))
         pages = config.kv_tokens // PAGE_ROWS
         self._shard = Shard.load(config.model, comm, config.dtype, pages, self._progress, device)
+        self._part = _part(config.drafter, self._shard)
         self._chooser = Chooser(self._shard)
         if not config.threads and self._shard.config.hidden_size >= _WIDE:
             torch.set_num_threads(min(MOST_THREADS, max(1, (os.cpu_count() or 1) // self.size)))
         comm.all_reduce(torch.zeros(1, device=device))
         if device.type == "cuda":
-            _prepare_gpu(self._shard, config)
+            devices.prepare_gpu(self._shard, self._part, config)
         self._emit(Ready(self._epoch, self.rank, digest(config), self._shard.model_hash), None)
 
     def fault(self, error: BaseException) -> Fault:
@@ -147,35 +164,24 @@ class Worker:
             self.shard.comm.check()
         self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), tuple(wanted), shape), frame)
 
+    def _draft(self, message: Draft) -> None:
+        shape, frame = self.part.draft(message.roots)
+        self.shard.comm.check()
+        if self.rank == 0:
+            self._emit(Drafts(self._epoch, self._step, self.rank, shape), frame)
+
     def _shutdown(self, reason: str) -> None:
         if self._shard is None:
             raise Refused(reason)
         self.ended = True
 
 
-def _device(kind: str, rank: int) -> torch.device:
-    """Rank r of a machine takes its r-th GPU."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    if rank >= torch.cuda.device_count():
-        raise ValueError(f"device = {kind!r}: rank {rank} of {torch.cuda.device_count()} GPUs that torch sees")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+def _part(config: DrafterConfig, shard: Shard) -> Part | None:
+    if config.name != "dflash":
+        return None
+    from kdtp.draft.dflash.part import Part
 
-
-def _prepare_gpu(shard: Shard, config: EngineConfig) -> None:
-    """Capture graphs, if they are wanted, and say where the memory went."""
-    pages = shard.cache.kv.nbytes
-    weights = torch.cuda.memory_allocated() - pages
-    torch.cuda.empty_cache()  # as a capture does: what loading has left is nobody's
-    before, _ = torch.cuda.mem_get_info()
-    if config.graphs:
-        nodes = 1 if config.drafter.name == "none" else 1 + config.drafter.budget
-        shard.capture(config.max_batch, nodes)
-    free, total = torch.cuda.mem_get_info()
-    sizes = [f"{size / 2**30:.2f} GiB" for size in (weights, pages, before - free, free, total)]
-    text = "GPU memory: weights %s, %d KV pages %s, %d graphs %s; %s of %s are free"
-    logger.info(text, sizes[0], shard.cache.pages, sizes[1], shard.graphs, *sizes[2:])
+    return Part(config, shard, shard.comm)
 
 
 class Socket:

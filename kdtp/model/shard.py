@@ -32,10 +32,20 @@ class Layer:
     comm: Comm
 
     def __call__(
-        self, delta: torch.Tensor, residual: torch.Tensor, batch: Batch, kv: torch.Tensor
+        self,
+        delta: torch.Tensor,
+        residual: torch.Tensor,
+        batch: Batch,
+        kv: torch.Tensor,
+        taps: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream is residual + delta, both [M, H], delta a partial sum: what is left to do goes with the norm."""
+        """The stream is residual + delta, both [M, H], delta a partial sum: what is left to do goes with the norm.
+
+        taps [M, H]: get the stream that comes in.
+        """
         residual, x = self.comm.all_reduce_norm(delta, residual, self.attn_norm)
+        for tap in taps:
+            tap.copy_(residual)
         delta = self.attention(x, batch, kv)
         residual, x = self.comm.all_reduce_norm(delta, residual, self.mlp_norm)
         return self.mlp(x, batch) if isinstance(self.mlp, Moe) else self.mlp(x), residual
@@ -108,11 +118,15 @@ class Shard:
 
     def tap(self, layers: Sequence[int]) -> None:
         """From now on, `features` are the residual stream of the last forward's rows after each of these layers, side
-        by side, [M, taps * H]: what a drafter is made to read. NotImplementedError on a GPU."""
-        if self.device.type != "cpu":
-            raise NotImplementedError(f"features of layers on {self.device}: only on a CPU")
+        by side, [M, taps * H]: what a drafter is made to read. Before `capture`: graphs hold where they are written."""
         assert all(0 <= i < len(self._layers) for i in layers), f"layers {layers} of {len(self._layers)}"
+        assert self._graphs is None, "graphs were captured without taps"
         self._taps = tuple(layers)
+        self._tapped = self.embed.new_empty(ROWS[-1], len(layers) * self.config.hidden_size)
+
+    def line(self, seq: int, count: int) -> torch.Tensor:
+        """The cache row of each of the first `count` rows of a sequence, int64 [count], on the host."""
+        return self.cache.line(seq, count)
 
     @property
     def graphs(self) -> int:
@@ -125,7 +139,10 @@ class Shard:
     def _on_gpu(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
         shape = bucket(seqs)
         if self._graphs is not None and shape is not None:
-            return self._graphs.run(self._run, shape, plan_device(seqs, self.cache, shape))
+            logits = self._graphs.run(self._run, shape, plan_device(seqs, self.cache, shape))
+            if self._taps:
+                self.features = self._tapped[: shape.rows]
+            return logits
         shape = exact(seqs)
         return self._run(plan_device(seqs, self.cache, shape).to(self.device, non_blocking=True), shape)
 
@@ -142,14 +159,23 @@ class Shard:
     def _hidden(self, batch: Batch) -> torch.Tensor:
         delta = kernels.embedding(batch.tokens, self.embed, self.vocab_start)
         residual = torch.zeros_like(delta)
-        tapped: dict[int, torch.Tensor] = {}
+        after = self._tap_rows(len(delta)) if self._taps else {}
         for i, (layer, kv) in enumerate(zip(self._layers, self.cache.kv, strict=True)):
-            delta, residual = layer(delta, residual, batch, kv)
-            if i in self._taps:
-                tapped[i] = residual + self.comm.all_reduce(delta)
-        if self._taps:
-            self.features = torch.cat([tapped[i] for i in self._taps], 1)
-        return residual + self.comm.all_reduce(delta)
+            delta, residual = layer(delta, residual, batch, kv, after.get(i - 1, ()))
+        hidden = residual + self.comm.all_reduce(delta)
+        for tap in after.get(len(self._layers) - 1, ()):
+            tap.copy_(hidden)
+        return hidden
+
+    def _tap_rows(self, rows: int) -> dict[int, list[torch.Tensor]]:
+        """By layer, where the stream after it goes: parts of `features`."""
+        wide = self._tapped.shape[1]
+        # Batches of few rows, those of graphs too, have one place.
+        self.features = self._tapped[:rows] if rows <= len(self._tapped) else self._tapped.new_empty(rows, wide)
+        after: dict[int, list[torch.Tensor]] = {}
+        for layer, part in zip(self._taps, self.features.chunk(len(self._taps), 1), strict=True):
+            after.setdefault(layer, []).append(part)
+        return after
 
     def commit(self, moves: Iterable[Move]) -> None:
         """Make the kept rows of verified trees committed ones."""

@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from dflash_cases import CASES, V1, V2, random_drafter, write_folder
 
 from kdtp.config import ConfigError
 from kdtp.draft.dflash import config as configs
 from kdtp.draft.dflash.weights import Weights
 from kdtp.model.weights.hf_write import bf16
 from kdtp.model.weights.safetensors import CheckpointError
+from tests.dflash_cases import CASES, V1, V2, random_drafter, write_folder
 
 CPU = torch.device("cpu")
 NESTED = V1["dflash_config"]

@@ -13,15 +13,17 @@ import pytest
 
 from tests.conftest import ROOT
 
-JOINED = ("kdtp.messages", "kdtp.watch", "kdtp.grammar", "kdtp.proposals")
+JOINED = ("kdtp.messages", "kdtp.watch", "kdtp.drafting", "kdtp.grammar", "kdtp.proposals")
 COMMON = ("kdtp.types", "kdtp.config", "kdtp.log", "kdtp.files")
 CLIENT_SIDE = ("kdtp.engine.rpc", "kdtp.engine.child", "kdtp.engine.plan")  # no torch
+DRAFTERS = tuple(f"kdtp.draft.{name}" for name in ("ngram", "oracle", "none", "dflash.drafter"))
 ALLOWED = {  # a module or package, and the modules and packages of this repository it may import beside itself
     "kdtp.version": (),
     "kdtp.types": (),
     "kdtp.proposals": (),
     "kdtp.watch": ("kdtp.types",),
-    "kdtp.messages": ("kdtp.types", "kdtp.watch"),
+    "kdtp.drafting": ("kdtp.types",),
+    "kdtp.messages": ("kdtp.types", "kdtp.watch", "kdtp.drafting"),
     "kdtp.config": ("kdtp.types",),
     "kdtp.log": (),
     "kdtp.files": (),
@@ -35,6 +37,7 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
         "kdtp.model.comm",
         "kdtp.model.weights",
         "kdtp.proposals",
+        "kdtp.drafting",
         *COMMON,
     ),
     "kdtp.engine": ("kdtp.model", "kdtp.spec", "kdtp.draft", "kdtp.kernels", "kdtp.version", *JOINED, *COMMON),
@@ -50,7 +53,7 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
 }
 # However they get there, these do not load those.
 APART = {
-    "kdtp.engine.worker": ("kdtp.engine.coordinator", "kdtp.engine.scheduler", "kdtp.engine.pages", "kdtp.draft"),
+    "kdtp.engine.worker": ("kdtp.engine.coordinator", "kdtp.engine.scheduler", "kdtp.engine.pages", *DRAFTERS),
     "kdtp.engine.coordinator": ("kdtp.engine.worker", "kdtp.model.shard", "kdtp.model.cache", "kdtp.model.comm"),
     "kdtp.model": ("kdtp.spec",),
     "kdtp.spec": ("kdtp.model",),
@@ -61,6 +64,7 @@ THIRD_PARTY = {  # what the rooms that must stand alone may use beside the stand
     "kdtp.files": (),
     "kdtp.config": ("msgspec",),
     "kdtp.messages": ("msgspec",),
+    "kdtp.drafting": ("msgspec",),
     "kdtp.types": ("msgspec",),
     "kdtp.watch": ("msgspec",),
     "kdtp.proposals": ("torch",),  # for a type checker only, which another test holds

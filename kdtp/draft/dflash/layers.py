@@ -6,7 +6,6 @@ the ranks are made here, so that every x is whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,11 +36,11 @@ class Angles:
 
 @dataclass(frozen=True)
 class View:
-    """What the block of one sequence sees in a layer: its context's rows, int64 [N], and of rows and block a mask,
-    bool [n, N + n]; None: everything."""
+    """What blocks of n slots see in a layer: rows int64 [B, N] of the context, the last of them next to the block, and
+    of these and the block a mask, bool [B, n, N + n]."""
 
     rows: torch.Tensor
-    mask: torch.Tensor | None
+    mask: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,13 @@ class Attention:
         k, v = self._heads(x, self.w_kv, self.kv_bias).chunk(2, 1)
         return torch.stack([angles.rotate(self._normed(k, self.k_norm)), v])
 
-    def __call__(self, x: torch.Tensor, angles: Angles, context: torch.Tensor, views: Sequence[View]) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, angles: Angles, context: torch.Tensor, view: View) -> torch.Tensor:
         """context [2, rows, kv, d]: keys and values of committed rows, of all sequences -> [B * n, H]."""
         q = angles.rotate(self._normed(self._heads(x, self.w_q, self.q_bias), self.q_norm))
         block = self.keys_values(x, angles)
-        n = len(x) // len(views)
-        heads = [
-            _attend(q[b * n : (b + 1) * n], torch.cat([context[:, view.rows], block[:, b * n : (b + 1) * n]], 1), view)
-            for b, view in enumerate(views)
-        ]
-        out = self.comm.all_reduce(kernels.linear(torch.cat(heads), self.w_o))
+        block = block.view(2, len(view.rows), -1, *block.shape[2:])
+        heads = _attend(q, torch.cat([context[:, view.rows], block], 2), view.mask)
+        out = self.comm.all_reduce(kernels.linear(heads, self.w_o))
         return out if self.o_bias is None else out + self.o_bias
 
     def _heads(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -84,16 +80,16 @@ class Attention:
         return norm(x.reshape(-1, self.head_dim)).view(x.shape)
 
 
-def _attend(q: torch.Tensor, kv: torch.Tensor, view: View) -> torch.Tensor:
-    """q [n, h, d] over kv [2, N, kv heads, d] -> [n, h * d]."""
-    n, heads, d = q.shape
-    keys, values = kv.transpose(1, 2)[:, :, None].unbind()  # [kv heads, 1, N, d]
-    grouped = q.view(n, len(keys), -1, d).permute(1, 2, 0, 3)  # [kv heads, heads of each, n, d]
+def _attend(q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """q [B * n, h, d] over kv [2, B, N, kv heads, d] where mask [B, n, N] says -> [B * n, h * d]."""
+    batch, n, seen = mask.shape
+    keys, values = kv.transpose(2, 3).unbind()  # [B, kv heads, N, d]
+    heads, d = keys.shape[1], q.shape[2]
+    grouped = q.view(batch, n, heads, -1, d).permute(0, 2, 3, 1, 4).reshape(batch, heads, -1, d)
     scores = (grouped @ keys.mT).float() * d**-0.5
-    if view.mask is not None:
-        scores = scores.masked_fill(~view.mask, -torch.inf)
-    out: torch.Tensor = scores.softmax(-1).to(q.dtype) @ values
-    return out.permute(2, 0, 1, 3).reshape(n, heads * d)
+    weights = scores.view(batch, heads, -1, n, seen).masked_fill(~mask[:, None, None], -torch.inf).softmax(-1)
+    out: torch.Tensor = weights.to(q.dtype).view(scores.shape) @ values
+    return out.view(batch, heads, -1, n, d).permute(0, 3, 1, 2, 4).reshape(len(q), -1)
 
 
 @dataclass(frozen=True)
@@ -110,8 +106,9 @@ class Convolution:
     def kernels(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of slots x [M, H], for before and behind the sublayer: [M, taps, H] each."""
         sides, taps, hidden = self.base.shape
-        dynamic = kernels.linear(x, self.w_kernel).view(len(x), sides, taps, -1)
-        before, behind = (self.base + dynamic.repeat_interleave(hidden // dynamic.shape[-1], -1)).unbind(1)
+        dynamic = kernels.linear(x, self.w_kernel).view(len(x), sides, taps, -1, 1)
+        spread = dynamic.expand(-1, -1, -1, -1, hidden // dynamic.shape[3]).flatten(3)
+        before, behind = (self.base + spread).unbind(1)
         return before, behind
 
 
@@ -134,15 +131,15 @@ class Layer:
     mlp_conv: Convolution | None
     comm: Comm
 
-    def __call__(self, x: torch.Tensor, angles: Angles, context: torch.Tensor, views: Sequence[View]) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, angles: Angles, context: torch.Tensor, view: View) -> torch.Tensor:
         """As Attention."""
-        n = len(x) // len(views)
+        n = view.mask.shape[1]
         y = self.attention_norm(x)
         if self.attention_conv is None:
-            x = x + self.attention(y, angles, context, views)
+            x = x + self.attention(y, angles, context, view)
         else:
             before, behind = self.attention_conv.kernels(y)
-            x = x + convolve(self.attention(convolve(y, before, n), angles, context, views), behind, n)
+            x = x + convolve(self.attention(convolve(y, before, n), angles, context, view), behind, n)
         y = self.mlp_norm(x)
         if self.mlp_conv is None:
             return x + self.comm.all_reduce(self.mlp(y))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from kdtp import kernels
 from kdtp.draft.dflash.config import DFlashConfig
@@ -40,6 +41,28 @@ class Block:
     rows: torch.Tensor
 
 
+class Asked(NamedTuple):
+    """Blocks as tensors: int64 roots, starts [B], and table [B, N], the context row of each position before `starts`;
+    what is behind has no effect."""
+
+    roots: torch.Tensor
+    starts: torch.Tensor
+    table: torch.Tensor
+
+
+class Drafted(NamedTuple):
+    """Candidates of B blocks: lp float32 [B, L, K] as in Marginals (version 1) or [B, L, K, K] as in Conditionals;
+    ids int64 [B, L, K]."""
+
+    lp: torch.Tensor
+    ids: torch.Tensor
+
+    def proposals(self) -> list[Marginals | Conditionals]:
+        """Of each block."""
+        kind = Marginals if self.lp.dim() == 3 else Conditionals
+        return [kind(lp=lp, ids=ids) for lp, ids in zip(self.lp, self.ids, strict=True)]
+
+
 class DFlash:
     """A drafter with a context of `rows` rows: keys and values of each layer for one token, wherever its user says.
 
@@ -53,6 +76,7 @@ class DFlash:
     ) -> None:
         self.config, self._target, self._comm = config, target, comm
         dtype, device = target.embed.dtype, target.embed.device
+        self.device = device
         with Weights(folder, config, comm.rank, comm.size, dtype, device) as weights:
             self._fc = weights.matrix("fc.weight")
             self._context_norm = Norm(weights.exact("hidden_norm.weight"), config.rms_norm_eps)
@@ -60,9 +84,11 @@ class DFlash:
             self._norm = Norm(weights.exact("norm.weight"), config.rms_norm_eps)
             self._selector = _selector(weights) if config.version == 2 else None
         heads = config.num_key_value_heads // comm.size
-        shape = (config.num_hidden_layers, 2, rows, heads, config.head_dim)
+        shape = (config.num_hidden_layers, 2, rows + 1, heads, config.head_dim)
         self._context = torch.full(shape, torch.nan if poison else 0.0, dtype=dtype, device=device)
-        self._frequencies = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self._context[:, :, rows] = 0.0  # is read in place of rows that do not exist, and counts for nothing
+        self.spare = rows
+        self._frequencies = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling).to(device)
         said = config.rope_amplitude
         self._amplitude = rope.amplitude(config.rope_scaling) if said is None else said
 
@@ -81,37 +107,54 @@ class DFlash:
             kept[:, rows] = layer_.attention.keys_values(context, angles)
 
     @torch.inference_mode()
-    def draft(self, blocks: Sequence[Block], depth: int, k: int) -> Sequence[Marginals | Conditionals]:
-        """Candidates for the `depth` tokens after each root, at most block_size - 1.
+    def draft(self, blocks: Sequence[Block], k: int) -> Drafted:
+        """Candidates for the block_size - 1 tokens after each root.
 
         Version 1 gives the k best of each depth; version 2 its config's selector_top_k, scored after one another.
         """
-        hidden = self._hidden(blocks)[:, 1 : depth + 1].flatten(0, 1)
-        top = min(self.config.selector_top_k or k, self.config.vocab_size)
-        found = best(self._logits(hidden), top, self._target.first, self._comm)
-        ids = found.ids.view(len(blocks), -1, top)
-        if self._selector is None:
-            lp = log_probabilities(found).view(ids.shape)
-            return [Marginals(lp=each, ids=own) for each, own in zip(lp, ids, strict=True)]
-        roots = torch.tensor([block.root for block in blocks], device=hidden.device)
-        scores = self._selector(found, hidden, roots)
-        return [Conditionals(lp=each, ids=own) for each, own in zip(scores, ids, strict=True)]
+        return self.forward(Asked(*(part.to(self.device) for part in self.gather(blocks))), k)
 
-    def _hidden(self, blocks: Sequence[Block]) -> torch.Tensor:
+    def gather(self, blocks: Sequence[Block], seqs: int = 0, width: int = 0) -> Asked:
+        """On the host; at least so many sequences, and so wide a table."""
+        wide = max(width, *(len(block.rows) for block in blocks))
+        many = max(seqs, len(blocks))
+        pinned = self.device.type == "cuda"
+        roots, starts = (torch.zeros(many, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
+        table = torch.full((many, wide), self.spare, pin_memory=pinned)
+        for b, block in enumerate(blocks):
+            roots[b], starts[b] = block.root, len(block.rows)
+            table[b, : len(block.rows)] = block.rows
+        return Asked(roots, starts, table)
+
+    def forward(self, asked: Asked, k: int) -> Drafted:
+        """As `draft`, of tensors on the device: nothing in it waits for the host."""
+        config, batch = self.config, len(asked.roots)
+        hidden = self._hidden(asked)[:, 1:].flatten(0, 1)
+        top = self.candidates(k)
+        found = best(self._logits(hidden), top, self._target.first, self._comm)
+        ids = found.ids.view(batch, config.block_size - 1, top)
+        if self._selector is None:
+            return Drafted(log_probabilities(found).view(ids.shape), ids)
+        return Drafted(self._selector(found, hidden, asked.roots), ids)
+
+    def candidates(self, k: int) -> int:
+        """How many a depth has, if k are asked for."""
+        return min(self.config.selector_top_k or k, self.config.vocab_size)
+
+    def _hidden(self, asked: Asked) -> torch.Tensor:
         """Normed outputs of all slots, [B, n, H]."""
-        config, device = self.config, self._context.device
-        n = config.block_size
-        tokens = [token for block in blocks for token in (block.root, *[config.mask_token_id] * (n - 1))]
-        ids = torch.tensor(tokens, device=device)
-        x = self._comm.all_reduce(kernels.embedding(ids, self._target.embed, self._target.first))
+        config, n = self.config, self.config.block_size
+        roots, starts, table = asked
+        ids = torch.full((len(roots), n), config.mask_token_id, device=self.device)
+        ids[:, 0] = roots
+        x = self._comm.all_reduce(kernels.embedding(ids.flatten(), self._target.embed, self._target.first))
         x = x * config.input_embedding_scale
-        slots = torch.arange(n, device=device)
-        angles = self._angles(torch.cat([len(block.rows) + slots for block in blocks]))
+        angles = self._angles((starts[:, None] + torch.arange(n, device=self.device)).flatten())
         kinds = list(zip(config.windows, config.causal, strict=True))
-        views = {kind: [_view(block.rows, n, *kind) for block in blocks] for kind in set(kinds)}
+        views = {kind: _view(starts, table, self.spare, n, *kind) for kind in set(kinds)}
         for layer_, kept, kind in zip(self._layers, self._context, kinds, strict=True):
             x = layer_(x, angles, kept, views[kind])
-        return self._norm(x).view(len(blocks), n, -1)
+        return self._norm(x).view(len(roots), n, -1)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [R, n] of this rank's ids."""
@@ -121,22 +164,23 @@ class DFlash:
 
     def _angles(self, positions: torch.Tensor) -> Angles:
         # In float64: beyond 2^24 / 10^3 positions a float32 angle is off by more than the rounding of a cosine.
-        angles = positions.cpu().double()[:, None, None] * self._frequencies
-        device = self._context.device
-        cos, sin = ((f(angles) * self._amplitude).float().to(device) for f in (torch.cos, torch.sin))
+        angles = positions.double()[:, None, None] * self._frequencies
+        cos, sin = ((f(angles) * self._amplitude).float() for f in (torch.cos, torch.sin))
         return Angles(cos, sin)
 
 
-def _view(rows: torch.Tensor, n: int, window: int, causal: bool) -> View:
-    """What a block of n slots behind `rows` sees: with a window, slots less than `window` away."""
-    start = len(rows)
-    first = max(0, start - window + 1) if window else 0  # of the context, what slot 0 sees
-    if not causal and (not window or start + n - first <= window):
-        return View(rows[first:], None)
-    slots = torch.arange(start, start + n, device=rows.device)[:, None]
-    ahead = torch.arange(first, start + n, device=rows.device) - slots  # of a query's position
-    mask = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
-    return View(rows[first:], mask & (ahead.abs() < window) if window else mask)
+def _view(starts: torch.Tensor, table: torch.Tensor, spare: int, n: int, window: int, causal: bool) -> View:
+    """What blocks of n slots at `starts` see: with a window, slots less than `window` away."""
+    wide = min(table.shape[1], window - 1) if window else table.shape[1]  # of the context, what slot 0 may see
+    at = starts[:, None] + torch.arange(-wide, 0, device=starts.device)  # position of each column
+    there = at >= 0
+    rows = table.gather(1, at.clamp(min=0)).where(there, spare)
+    slots = torch.arange(n, device=starts.device)
+    ahead = torch.arange(-wide, n, device=starts.device) - slots[:, None]  # of a query's position
+    seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    if window:
+        seen = seen & (ahead.abs() < window)
+    return View(rows, seen & functional.pad(there, (0, n), value=True)[:, None])
 
 
 def _selector(weights: Weights) -> Selector:

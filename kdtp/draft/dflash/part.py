@@ -1,0 +1,88 @@
+"""One rank's part of a DFlash drafter beside its shard of the target: it does what messages say and decides nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kdtp.config import DrafterConfig
+from kdtp.draft.base import Target
+from kdtp.draft.dflash import config as configs
+from kdtp.draft.dflash.graphs import Graphs
+from kdtp.draft.dflash.network import Block, DFlash, Drafted, TargetPart
+from kdtp.drafting import Root, Rows
+from kdtp.types import PAGE_ROWS
+
+if TYPE_CHECKING:
+    from kdtp.model.comm import Comm
+
+
+class Part:
+    """The network's context has the pages of the target's KV cache: what the prefix cache shares, it shares too.
+
+    Loads the network and taps the target, so it comes before the target's first forward and its graphs. Collectives
+    inside: every rank makes the same calls. Errors as dflash.config.read and Weights.
+    """
+
+    def __init__(self, config: DrafterConfig, target: Target, comm: Comm) -> None:
+        folder = Path(config.model)
+        network = configs.read(folder, config.amplitude or None, config.window)
+        own = TargetPart(target.embed, target.head, target.vocab_start)
+        self._target, self._topk = target, config.topk
+        self._network = DFlash(folder, network, own, comm, target.rows)
+        self._graphs: Graphs | None = None
+        target.tap(network.target_layer_ids)
+
+    def capture(self, seqs: int) -> None:
+        """From now on draft in CUDA graphs; captured now: for up to `seqs` sequences of short texts."""
+        self._graphs = Graphs(self._network, self._topk)
+        self._graphs.capture_usual(seqs)
+
+    def keep(self, kept: Sequence[Rows]) -> None:
+        """Take the last forward's features at these rows into the context."""
+        assert self._target.features is not None, "a forward without features"
+        taken = [row for each in kept for row in each.rows]
+        positions = [p for each in kept for p in range(each.start, each.start + len(each.rows))]
+        lines = [self._target.line(each.seq, each.start + len(each.rows))[each.start :] for each in kept]
+        if taken:
+            where = torch.stack([torch.tensor(taken), torch.tensor(positions), torch.cat(lines)])
+            if self._target.features.is_cuda:
+                where = where.pin_memory().to(self._target.features.device, non_blocking=True)
+            rows, at, into = where
+            self._network.absorb(self._target.features[rows], at, into)
+
+    def draft(self, roots: Sequence[Root]) -> tuple[tuple[int, ...], bytes]:
+        """Candidates for each: shape and frame of Drafts."""
+        blocks = [Block(root.token, self._line(root)) for root in roots]
+        if self._graphs is not None:
+            return pack(self._graphs.run(blocks))
+        return pack(self._network.draft(blocks, self._topk))
+
+    def _line(self, root: Root) -> torch.Tensor:
+        """The context row of each row before the root."""
+        if not root.pages:
+            return self._target.line(root.seq, root.start)
+        first = (range(page * PAGE_ROWS, (page + 1) * PAGE_ROWS) for page in root.pages)
+        return torch.tensor([*itertools.chain.from_iterable(first)][: root.start])
+
+
+def pack(drafted: Drafted) -> tuple[tuple[int, ...], bytes]:
+    """The shape of lp, and lp and ids as they go over the wire: in one copy from the device."""
+    lp, ids = drafted
+    both = torch.cat([lp.float().flatten().view(torch.int32), ids.flatten().int()])
+    return tuple(lp.shape), both.cpu().numpy().tobytes()
+
+
+def unpack(shape: Sequence[int], frame: bytes) -> Drafted:
+    """What was packed. ValueError if it is not of this shape."""
+    batch, depth, k = shape[:3]
+    count = batch * depth * k
+    size = count * (k if len(shape) == 4 else 1)
+    if not batch * depth * k or len(frame) != 4 * (size + count):
+        raise ValueError(f"drafts of shape {tuple(shape)} in {len(frame)} bytes")
+    both = torch.frombuffer(bytearray(frame), dtype=torch.int32)
+    return Drafted(both[:size].view(torch.float32).view(*shape), both[size:].view(batch, depth, k).long())

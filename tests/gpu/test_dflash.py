@@ -1,0 +1,183 @@
+"""DFlash on a GPU, in CUDA graphs and kernel by kernel: DDTree == chain == AR, and drafts are the CPU's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from kdtp.engine.request import Request
+from kdtp.model.weights import kdtr
+from kdtp.types import SamplingParams
+from reference.config import ModelConfig, to_metadata
+from reference.weights import random_weights
+from tests.dflash import Loaded, drafts, random_text
+from tests.gpu.conftest import missing
+from tests.paths import TINY, V3
+
+pytestmark = pytest.mark.timeout(300)
+# As model_tiny, with few tokens, so that random drafts are accepted now and then.
+SMALL = ModelConfig(
+    vocab_size=53,
+    hidden_size=256,
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    q_lora_rank=0,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    intermediate_size=256,
+    moe_intermediate_size=32,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    max_position_embeddings=4000,
+)
+WAYS = [(dtype, graphs) for dtype in ("float32", "bfloat16") for graphs in (True, False)]
+
+
+def way_id(way):
+    return f"{way[0]}-{'graphs' if way[1] else 'eager'}"
+
+
+def write_small(folder):
+    arrays = random_weights(SMALL, np.random.PCG64(0))
+    kdtr.write(folder / "m.kdtr", {"format": "kdtp-model", **to_metadata(SMALL)}, arrays)
+    return folder / "m.kdtr"
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=way_id)
+def loaded(request, tmp_path_factory):
+    if reason := missing():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("small")
+    dtype, graphs = request.param
+    made = Loaded(folder, write_small(folder), device="cuda", dtype=dtype, graphs=graphs, kv_tokens=1 << 14)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cpu")
+    made = Loaded(folder, write_small(folder), kv_tokens=1 << 14)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_any_draft_gives_the_text_and_the_bits_of_plain_decoding(loaded, version, temperature, capsys):
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=3)
+    prompts = [random_text(i, size) for i, size in enumerate((1, 20, 90, 200))]
+    plain = loaded.harness().run(prompts, params)
+    accepted = 0
+    for changes in ({}, {"shape": "chain"}, {"budget": 7}, {"window": 16}, {"budget": 0}):
+        drafter = loaded.settings(version, **changes)
+        done = loaded.harness(drafter).run(prompts, params, drafter, prefill_chunk=64, max_batch=3)
+        for got, want in zip(done, plain, strict=True):
+            assert got.tokens == want.tokens and got.logits.tobytes() == want.logits.tobytes(), changes
+            accepted += sum(got.usage.accepted_by_depth)
+            assert bool(got.usage.drafted_by_depth) == (drafter.budget > 0)
+    with capsys.disabled():
+        print(f"{version} T={temperature}: {accepted} draft tokens accepted")
+    assert accepted > 3, accepted
+
+
+def requests(size=9):
+    prompts = [random_text(i, length) for i, length in enumerate((9, 70, 131))]
+    return [Request(i, prompt, SamplingParams(max_tokens=size)) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_drafts_are_the_cpus(loaded, on_cpu, version, capsys):
+    """In float32; in bfloat16 roughly, where the texts agree."""
+    theirs, ours = on_cpu.settings(version), loaded.settings(version)
+    want, _ = drafts(on_cpu.harness(theirs), theirs, [requests()])
+    found, _ = drafts(loaded.harness(ours), ours, [requests()])
+    exact = loaded.changes["dtype"] == "float32"
+    shared = [text for text in want if text in found]
+    assert len(shared) == len(want) if exact else len(shared) >= 3
+    differences = []
+    for text in shared:
+        lp = [by_id(proposals[text]) for proposals in (want, found)]
+        both = lp[0].isfinite() & lp[1].isfinite()
+        differences.append((lp[0] - lp[1])[both].abs())
+        if exact:
+            assert torch.equal(want[text].ids, found[text].ids)
+    difference = torch.cat(differences)
+    with capsys.disabled():
+        print(f"{version} {loaded.changes['dtype']}: lp differ by {difference.max():.3e}, mean {difference.mean():.3e}")
+    assert difference.max() <= 1e-4 if exact else difference.mean() <= 0.2
+
+
+def by_id(proposal):
+    """Log-probabilities of the first depth by token id, [V]; -inf for those that are not candidates."""
+    lp = proposal.lp[0] if proposal.lp.dim() == 2 else proposal.lp[0, 0]
+    return torch.full((SMALL.vocab_size,), -torch.inf).scatter(0, proposal.ids[0], lp)
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_drafts_depend_on_the_text_alone(loaded, version):
+    """Chunks, batches, a prefix that another request left, preemption: as alone. A longer text takes another graph."""
+    drafter = loaded.settings(version)
+    harness = loaded.harness(drafter)
+    prompts = [random_text(0, 70) + random_text(i, 52) for i in (1, 2, 3)] + [random_text(9, 1040)]
+
+    def batch(size=12):
+        return [Request(i, p, SamplingParams(max_tokens=size)) for i, p in enumerate(prompts)]
+
+    alone, _ = drafts(harness, drafter, [[r] for r in batch(40)], prefix_cache=False)
+    runs = {
+        "chunks": drafts(harness, drafter, [batch()], prefill_chunk=16, prefix_cache=False),
+        "prefix": drafts(harness, drafter, [[r] for r in batch()]),
+        "preempted": drafts(harness, drafter, [batch(40)[:3]], kv_tokens=4 * 64),
+    }
+    tolerance = 1e-4 if loaded.changes["dtype"] == "float32" else 0.3
+    for name, (found, coordinator) in runs.items():
+        shared = found.keys() & alone.keys()
+        assert len(shared) >= 10, name
+        assert coordinator.totals()["preemptions"] > 0 or name != "preempted"
+        for text in shared:
+            lp = [by_id(proposals[text]) for proposals in (alone, found)]
+            both = lp[0].isfinite() & lp[1].isfinite()
+            assert both.any() and float((lp[0] - lp[1])[both].abs().max()) <= tolerance, name
+
+
+@pytest.mark.parametrize("path", [TINY, V3], ids=lambda path: path.stem)
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_bits_of_the_golden_models(path, graphs, version, tmp_path):
+    made = Loaded(tmp_path, path, device="cuda", graphs=graphs)
+    golden = made.harness().plan.golden
+    params = SamplingParams(max_tokens=len(golden.tokens))
+    (plain,) = made.harness().run([golden.prompt], params)
+    assert plain.tokens == list(golden.tokens)
+    for shape in ("tree", "chain"):
+        drafter = dataclasses.replace(made.settings(version, topk=60), shape=shape)
+        (done,) = made.harness(drafter).run([golden.prompt], params, drafter)
+        assert done.tokens == plain.tokens and done.logits.tobytes() == plain.logits.tobytes(), shape
+        assert done.usage.drafted_by_depth
+    made.close()
+
+
+def test_features_are_the_same_in_graphs(tmp_path):
+    """What the drafter reads of a forward: bit for bit, whether it was a graph or not, and of the last layer too."""
+    made = [Loaded(tmp_path, write_small(tmp_path), device="cuda", graphs=graphs) for graphs in (True, False)]
+    found = []
+    for each in made:
+        drafter = each.settings("v1")
+        found.append(drafts(each.harness(drafter), drafter, [requests()])[0])
+        each.close()
+    assert found[0].keys() == found[1].keys()
+    for text, proposal in found[0].items():
+        assert_near(proposal.lp, found[1][text].lp)
+        assert torch.equal(proposal.ids, found[1][text].ids)
+
+
+def assert_near(found, want):
+    assert float((found - want).abs().max()) <= 1e-4
