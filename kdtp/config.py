@@ -60,8 +60,7 @@ HeadDim = Annotated[int, Range(1, 4096)]
 MaybeCount = Annotated[int, Range(0, 1 << 16)]  # 0 where a dense model has none
 Positions = Annotated[int, Range(1, 1 << 24)]  # as many as a request's prompt may have on the wire
 Seconds = Annotated[float, Range(0.001, 86400.0)]
-_MOST_RANKS = 1024
-_MOST_ENDS = 1024
+_MOST_RANKS = _MOST_ENDS = 1024
 _DEEPEST = 64  # draft positions
 
 
@@ -243,7 +242,7 @@ class DrafterConfig:
 
 DRAFTERS = ("none", "oracle", "ngram", "dflash")
 DTYPES = ("float32", "bfloat16")
-DEVICES = ("cpu", "cuda")
+DEVICES, PLACES = ("cpu", "cuda"), ("auto", "process", "worker0")  # PLACES: of the coordinator
 
 
 @dataclass(frozen=True)
@@ -253,12 +252,12 @@ class EngineConfig:
     threads: CPU threads per rank; 0 takes one for a small model, else shares the cores among the ranks.
     kv_tokens: rows of KV cache per rank, rounded up to whole pages; 0 takes 8 sequences of the model's longest
     context, at most 65536. max_batch: sequences per forward. prefill_chunk: rows of prompts per forward, of all
-    sequences. graphs: on a GPU, forwards of few rows are replays of CUDA graphs, of the same bits; of no effect on a
-    CPU. prefix_cache: requests whose texts begin alike share the pages of what is alike; no text changes.
-    max_queue, max_queue_tokens: requests and their tokens waiting before new ones are refused; at least 1, since each
-    waits for the next step, and one alone may be longer. Times in seconds: step_timeout is the least deadline of a
-    forward (10 x its moving average if that is longer), load_timeout bounds loading, stall_timeout a load without
-    progress, ping_interval is the pause after which an idle engine asks every rank for a sign of life.
+    sequences. graphs: on a GPU, forwards of few rows are replays of CUDA graphs, of the same bits; no effect on a CPU.
+    prefix_cache: requests whose texts begin alike share the pages of what is alike; no text changes. max_queue,
+    max_queue_tokens: requests and their tokens waiting before new ones are refused; at least 1, as each waits for the
+    next step; one alone may be longer. coordinator: in a "process" of its own, with "worker0", or "auto": with worker 0
+    if that is the only one. Seconds: step_timeout, the least deadline of a forward (10 x its moving average if longer);
+    load_timeout; stall_timeout of a load without progress; ping_interval between signs of life of an idle engine.
     """
 
     model: str
@@ -274,6 +273,7 @@ class EngineConfig:
     prefix_cache: bool = True
     max_queue: Annotated[int, Range(1, 1 << 20)] = 256
     max_queue_tokens: Annotated[int, Range(1, 1 << 40)] = 1 << 22
+    coordinator: str = "auto"
     step_timeout: Seconds = 10.0
     load_timeout: Seconds = 600.0
     stall_timeout: Seconds = 60.0
@@ -281,8 +281,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _want(bool(self.model) and "\0" not in self.model, "model", self.model, "a path")
-        _want(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
-        _want(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        for key, legal in (("device", DEVICES), ("dtype", DTYPES), ("coordinator", PLACES)):
+            _want(getattr(self, key) in legal, key, getattr(self, key), f"one of {', '.join(legal)}")
         check_ranges(self)
 
     def pages(self, model: ModelConfig) -> int:
@@ -296,5 +296,5 @@ class EngineConfig:
 
 
 def digest(config: Any) -> str:
-    """sha256 of a config's values; equal on two processes exactly if their configs are."""
+    """sha256 of a config's values: equal on two processes exactly if those are."""
     return hashlib.sha256(json.dumps(dataclasses.asdict(config), sort_keys=True).encode()).hexdigest()

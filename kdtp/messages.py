@@ -110,7 +110,8 @@ class Ready(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 class Ids(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Tokens chosen by one forward: for each of its SeqRows in order, `pick` ids (NO_TOKEN where none can be chosen).
 
-    Every rank sends the same ids, so that the coordinator sees ranks that have parted.
+    Every rank sends the same ids, so that the coordinator sees ranks that have parted; likewise `made`, the checksum of
+    the collectives that a rank has made.
 
     Only from rank 0 and only if asked: logprobs of the picked rows of the sequences that want them, in order; shape:
     (R, V) of the float32 logits in the frame after this message.
@@ -122,6 +123,7 @@ class Ids(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     ids: tuple[Annotated[int, Meta(ge=NO_TOKEN, lt=2**31)], ...]
     logprobs: tuple[Logprob, ...] = ()
     shape: tuple[Count, Count] | None = None
+    made: Annotated[int, Meta(ge=0, lt=2**32)] = 0
 
 
 class Fault(Struct, frozen=True, forbid_unknown_fields=True, tag=True):

@@ -45,17 +45,26 @@ class Group:
     """`start` spawns, `run` watches until all have ended and returns the exit code of the whole.
 
     lead, ranks: arguments after the Python interpreter; size: number of ranks, 0 for none; scratch: a folder for
-    elastic's error files; say: gets one line for each thing that happens.
+    elastic's error files; say: gets one line for each thing that happens; leads_ranks: the lead is rank 0 too, and gets
+    its environment.
     """
 
     def __init__(
-        self, lead: Sequence[str], ranks: Sequence[str], size: int, scratch: str, say: Callable[[str], None]
+        self,
+        lead: Sequence[str],
+        ranks: Sequence[str],
+        size: int,
+        scratch: str,
+        say: Callable[[str], None],
+        leads_ranks: bool = False,
     ) -> None:
+        assert size or not leads_ranks, "a lead that is rank 0 of none"
         self._lead_args = tuple(lead)
         self._rank_args = tuple(ranks)
         self._size = size
         self._scratch = scratch
         self._say = say
+        self._first = int(leads_ranks)  # rank that is a process of its own
         self._contexts: list[PContext] = []
         self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
@@ -68,10 +77,10 @@ class Group:
         os.makedirs(self._scratch, exist_ok=True)
         self._listen()
         self._store, port = _loopback_store(self._size)
-        self._spawn("lead", {0: self._lead_args}, {0: {}}, [LEAD])
-        envs = {rank: _environment(rank, self._size, port) for rank in range(self._size)}
-        if self._size:
-            self._spawn("rank", dict.fromkeys(range(self._size), self._rank_args), envs, list(range(self._size)))
+        self._spawn("lead", self._lead_args, {LEAD: _environment(0, self._size, port) if self._first else {}})
+        others = {rank: _environment(rank, self._size, port) for rank in range(self._first, self._size)}
+        if others:
+            self._spawn("rank", self._rank_args, others)
 
     def _listen(self) -> None:
         """Signals are noted and wake the selector. Elastic would install handlers that raise: it gets SIGQUIT alone."""
@@ -149,15 +158,17 @@ class Group:
         os.close(pidfd)
         context = self._contexts[0] if rank == LEAD else self._contexts[1]
         assert isinstance(context, SubprocessContext)
-        code = context.subprocess_handlers[max(rank, 0)].proc.wait()
+        code = context.subprocess_handlers[0 if rank == LEAD else rank - self._first].proc.wait()
         self._ends.append(End(rank, pid, code))
 
-    def _spawn(
-        self, name: str, args: dict[int, tuple[str, ...]], envs: dict[int, dict[str, str]], ranks: list[int]
-    ) -> None:
-        context = start_processes(name, sys.executable, args, envs, DefaultLogsSpecs(self._scratch))
+    def _spawn(self, name: str, args: tuple[str, ...], envs: dict[int, dict[str, str]]) -> None:
+        """A process for each rank of `envs`."""
+        each = dict(enumerate(envs.values()))
+        context = start_processes(
+            name, sys.executable, dict.fromkeys(each, args), each, DefaultLogsSpecs(self._scratch)
+        )
         self._contexts.append(context)
-        for local, rank in enumerate(ranks):
+        for local, rank in enumerate(envs):
             pid = context.pids()[local]
             self._pids[rank], self._pidfds[rank] = pid, os.pidfd_open(pid)
             self._selector.register(self._pidfds[rank], selectors.EVENT_READ, End(rank, pid, 0))

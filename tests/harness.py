@@ -28,6 +28,7 @@ from kdtp.messages import Finished, Scored, Tokens, Usage
 from kdtp.types import Logprob, SamplingParams
 
 NONE = DrafterConfig("none")
+WORKER = ("-m", "kdtp.engine.worker")
 
 
 @dataclasses.dataclass
@@ -43,25 +44,29 @@ class Done:
 
 
 class Harness:
-    """Ranks that are loaded and ready: one in this process, or processes under the launcher."""
+    """Ranks that are loaded and ready: one in this process, or processes under the launcher.
 
-    def __init__(self, model: Path, tp: int = 1, **settings: object) -> None:
-        self.plan = plan(EngineConfig(str(model), tp=tp, threads=1, step_timeout=60.0, **settings))  # type: ignore[arg-type]
+    worker: what each process runs; step_timeout: 60 s unless it is among the settings.
+    """
+
+    def __init__(self, model: Path, tp: int = 1, worker: Sequence[str] = WORKER, **settings: object) -> None:
+        settings = {"threads": 1, "step_timeout": 60.0} | settings
+        self.plan = plan(EngineConfig(str(model), tp=tp, **settings))  # type: ignore[arg-type]
         self.config = self.plan.config
         self.compile: Compile | None = None  # of grammars
         self.context = zmq.Context()
         self.folder = rundir.create()
         self.launcher: subprocess.Popen[bytes] | None = None
-        self.links: list[Link] = [local_link()] if tp == 1 else self._spawn(tp)
+        self.links: list[Link] = [local_link()] if tp == 1 else self._spawn(tp, worker)
         self.fleet = Fleet(self.links, 1, self.config.step_timeout)
         handshake = Handshake(self.fleet, self.config, os.getpid())
         while not handshake.advance(0.5):
             assert self.launcher is None or self.launcher.poll() is None, "the ranks ended while loading"
 
-    def _spawn(self, tp: int) -> list[Link]:
+    def _spawn(self, tp: int, worker: Sequence[str]) -> list[Link]:
         links: list[Link] = [ZmqLink(self.context, self.folder, rank) for rank in range(tp)]
         lead = "-c 'import signal; signal.pause()'"
-        ranks = ["-m", "kdtp.engine.worker", "--run-dir", str(self.folder)]
+        ranks = [*worker, "--run-dir", str(self.folder)]
         command = [sys.executable, "-m", "launcher", "--nproc", str(tp), "--lead", lead, "--", *ranks]
         self.launcher = subprocess.Popen(command)
         return links

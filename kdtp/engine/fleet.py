@@ -46,8 +46,8 @@ class Fleet:
     ) -> tuple[Ids, bytes | None]:
         """One step on all ranks: an id for each picked row, and the float32 logits [R, V] of these rows if wanted.
 
-        EngineFault when a rank dies, fails, stays silent past the deadline, or chose other ids than rank 0. Without
-        sequences it asks for a sign of life.
+        EngineFault when a rank dies, fails, stays silent past the deadline, chose other ids than rank 0 or made other
+        collectives. Without sequences it asks for a sign of life.
         """
         if self._fault is not None:
             raise self._fault
@@ -123,6 +123,8 @@ class Fleet:
         first, frame = answers[0]
         self.desync_checks += 1
         for rank, (ids, _) in answers.items():
+            if ids.made != first.made:
+                raise EngineFault(f"step {self.step}: rank {rank} has made other collectives than rank 0 so far")
             if ids.ids != first.ids:
                 raise EngineFault(f"step {self.step}: rank {rank} chose {ids.ids}, rank 0 chose {first.ids}")
         if len(first.ids) != picked:

@@ -17,10 +17,10 @@ import zmq
 from kdtp import log
 from kdtp.config import EngineConfig, build
 from kdtp.engine import guard, rundir
-from kdtp.engine.assemble import assemble, local_link
+from kdtp.engine.assemble import assemble, local_link, start_worker
 from kdtp.engine.link import EngineFault, Link, ZmqLink
 from kdtp.engine.outcome import Event
-from kdtp.engine.plan import Plan, plan
+from kdtp.engine.plan import Plan, hosts_worker, is_alone, plan
 from kdtp.engine.progress import LoadLine
 from kdtp.engine.request import Request
 from kdtp.engine.rpc import Server
@@ -57,10 +57,13 @@ class Host:
         self._rpc = Server(self._context, rundir.endpoint(folder, "rpc"))
         self._line = LoadLine()
         links: list[Link]
-        if plan.config.tp == 1:
+        config = plan.config
+        if is_alone(config):
             links = [local_link(self._tell_progress)]
         else:
-            links = [ZmqLink(self._context, folder, rank) for rank in range(plan.config.tp)]
+            links = [ZmqLink(self._context, folder, rank) for rank in range(config.tp)]
+            if hosts_worker(config):
+                start_worker(folder, config.tp)
         self._coordinator, self._handshake = assemble(plan, links, serves=True)
         self._fleet = self._coordinator.fleet
         self._clients: dict[int, tuple[bytes, int]] = {}

@@ -162,7 +162,8 @@ class Worker:
                     frame, shape = full.cpu().numpy().tobytes(), (full.shape[0], full.shape[1])
             ids, wanted = self.chooser.choose(logits, message.seqs)
             self.shard.comm.check()
-        self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), tuple(wanted), shape), frame)
+        made = self.shard.comm.made
+        self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), tuple(wanted), shape, made), frame)
 
     def _draft(self, message: Draft) -> None:
         shape, frame = self.part.draft(message.roots)
@@ -248,16 +249,8 @@ def _environment(name: str) -> int:
     return int(value)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The process of one rank, under the launcher or torchrun: python -m kdtp.engine.worker --run-dir DIR."""
-    parser = argparse.ArgumentParser(prog="kdtp.engine.worker", description=main.__doc__)
-    parser.add_argument("--run-dir", required=True, type=Path, help="the coordinator's run folder")
-    parser.add_argument("--log-level", default="info", choices=log.LEVELS)
-    chosen = parser.parse_args(arguments)
-    folder = rundir.check(chosen.run_dir)
-    rank, size = _environment("RANK"), _environment("WORLD_SIZE")
-    guard.exit_on_any_exception()
-    log.setup(f"worker tp={rank}", chosen.log_level)
+def run(folder: Path, rank: int, size: int) -> int:
+    """One rank from hello to its end; the exit code for its process."""
     socket = Socket(folder, rank)
     worker = Worker(rank, size, socket.emit, lambda device, timeout: comms.connect(device, rank, size, timeout))
     try:
@@ -273,6 +266,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         code = 0
     return code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process of one rank, under the launcher or torchrun: python -m kdtp.engine.worker --run-dir DIR."""
+    parser = argparse.ArgumentParser(prog="kdtp.engine.worker", description=main.__doc__)
+    parser.add_argument("--run-dir", required=True, type=Path, help="the coordinator's run folder")
+    parser.add_argument("--log-level", default="info", choices=log.LEVELS)
+    chosen = parser.parse_args(arguments)
+    folder = rundir.check(chosen.run_dir)
+    rank, size = _environment("RANK"), _environment("WORLD_SIZE")
+    guard.exit_on_any_exception()
+    log.setup(f"worker tp={rank}", chosen.log_level)
+    return run(folder, rank, size)
 
 
 if __name__ == "__main__":  # under torchrun

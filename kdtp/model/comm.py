@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from datetime import timedelta
 from typing import Protocol
 
@@ -12,10 +13,15 @@ from kdtp.model.layers import Norm
 
 
 class Comm(Protocol):
-    """The ranks that share one model. Every rank calls the same collectives in the same order with equal shapes."""
+    """The ranks that share one model. Every rank calls the same collectives in the same order with equal shapes.
+
+    made: a checksum of the calls so far. No backend finds out by itself that ranks have parted: a collective that one
+    of them skips is paired with the next one, and what comes of it looks like a sum.
+    """
 
     rank: int
     size: int
+    made: int = 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x over the ranks: added in rank order, so equal on all of them, bit for bit."""
@@ -28,6 +34,10 @@ class Comm(Protocol):
     def all_reduce_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         """The new residual, which is residual + all_reduce(x), and its norm; [M, H] each. On a GPU it is in place."""
         return norm.add(self.all_reduce(x), residual)
+
+    def note(self, *what: object) -> None:
+        """Count a call in `made`, or a replay of many: what it is, by values whose repr is the same on all ranks."""
+        self.made = zlib.crc32(repr(what).encode(), self.made)
 
     def check(self) -> None:
         """Raise RuntimeError if a collective has failed that could not say so itself: nothing since is of any worth.
@@ -70,6 +80,7 @@ class Gloo(Comm):
         """As Comm. x: a CPU tensor; NotImplementedError for another."""
         if x.device.type != "cpu":
             raise NotImplementedError(f"gloo: a tensor on {x.device}: only CPU tensors")
+        self.note("gather", *x.shape, x.dtype)
         parts = torch.empty(self.size, *x.shape, dtype=x.dtype)
         if x.numel():
             dist.all_gather(list(parts.unbind()), x.contiguous())
@@ -81,6 +92,7 @@ class Nccl(Gloo):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """As Comm."""
+        self.note("gather", *x.shape, x.dtype)
         parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         if x.numel():
             dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1))

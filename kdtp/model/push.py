@@ -18,13 +18,17 @@ from kdtp.model.layers import Norm
 
 MOST = 2 << 20  # bytes of the largest message that is pushed: one-shot traffic grows with the ranks
 SIZES = tuple(1 << i for i in range(13, 22))  # bytes of the messages that the probe times
+MOST_GATHERED = 1 << 16  # bytes of all ranks that are gathered by a sum
 _CALLS = 16  # in a graph of the probe
 _PROOF_TIMEOUT = 10.0  # seconds to wait for the first pushed words: they come, or there is no way for them
 Rooms = list[int]  # addresses here of every rank's room
 
 
 class Push(Comm):
-    """Pushes messages of up to `most` bytes; `base` carries the others, and gathers. Both give the same bits."""
+    """Pushes messages of up to `most` bytes; `base` carries the others. Both give the same bits.
+
+    A little float32, such as the best logit of every rank, is gathered by a sum with zeros: there -0.0 comes as 0.0.
+    """
 
     def __init__(self, base: Comm, rooms: Rooms, mapped: Peers, most: int) -> None:
         self.rank, self.size = base.rank, base.size
@@ -33,15 +37,22 @@ class Push(Comm):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As Comm."""
+        self.note("sum", *x.shape, x.dtype)
         return self._peers.all_reduce(x.contiguous()) if peers.fits(x, self.most) else self._base.all_reduce(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """As Comm."""
-        return self._base.all_gather(x)
+        self.note("gather", *x.shape, x.dtype)
+        if x.dtype != torch.float32 or not peers.fits(x, MOST_GATHERED // self.size):
+            return self._base.all_gather(x)
+        parts = x.new_zeros(self.size, *x.shape)
+        parts[self.rank] = x
+        return self.all_reduce(parts)
 
     def all_reduce_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         """As Comm; in one kernel where the message is pushed."""
         if peers.fits(x, self.most) and peers.normed(x):
+            self.note("sum, norm", *x.shape, x.dtype)
             return residual, self._peers.all_reduce_norm(x.contiguous(), residual, norm.weight, norm.eps)
         return norm.add(self.all_reduce(x), residual)
 

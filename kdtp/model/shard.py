@@ -139,6 +139,7 @@ class Shard:
     def _on_gpu(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
         shape = bucket(seqs)
         if self._graphs is not None and shape is not None:
+            self.comm.note("replay", shape)
             logits = self._graphs.run(self._run, shape, plan_device(seqs, self.cache, shape))
             if self._taps:
                 self.features = self._tapped[: shape.rows]

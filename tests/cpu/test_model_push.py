@@ -106,6 +106,30 @@ def test_what_is_normed_with_it(shape, dtype, way):
         assert_same_bits(a, b)
 
 
+def test_a_little_float32_is_gathered_by_a_sum():
+    comm, asked = pushing()
+    comm.rank = 1
+    x = torch.tensor([[1.5, -2.0], [float("-inf"), 7.0]])
+    want = torch.stack([torch.zeros(2, 2), 2 * x])  # the kernel's stand-in doubles
+    assert_same_bits(torch.nan_to_num(comm.all_gather(x), nan=0.0), torch.nan_to_num(want, nan=0.0))
+    assert asked == [("push", (2, 2, 2))]
+    for other in (x.double(), x.to(torch.bfloat16), torch.ones(3), torch.ones(push.MOST_GATHERED)):
+        comm.all_gather(other)
+    assert len(asked) == 1
+
+
+def test_every_call_is_counted_once_whichever_way_it_goes():
+    few, many = pushing(256)[0], pushing(0)[0]
+    x, norm = torch.ones(2, 16), Norm(torch.ones(16), 1e-5)
+    for comm in (few, many):
+        comm.all_reduce(x)
+        comm.all_gather(x.double())
+    assert few.made == many.made != 0
+    before = few.made
+    few.all_reduce_norm(x, x.clone(), norm)
+    assert few.made != before
+
+
 def test_comms_without_a_kernel_norm_what_they_sum():
     x, residual, norm = torch.randn(3, 8), torch.randn(3, 8), Norm(torch.rand(8), 1e-5)
     for comm, total in ((Solo(), x), (Noted(), 2 * x)):
