@@ -18,6 +18,7 @@ COMMANDS = {
     "engine": "run coordinator and workers, print the RPC address",
     "build-kernels": "compile the CUDA kernels with nvcc",
     "inspect": "show what is in a KDTR file or a model folder",
+    "train": "train a small target or its drafter",
     "convert": "turn a model folder into a KDTR file, or back",
     "doctor": "show whether this machine can run kdtp",
 }
@@ -96,6 +97,10 @@ def _module(command: str) -> ModuleType:
         from kdtp.cli import inspect
 
         return inspect
+    if command == "train":
+        from kdtp.cli import train
+
+        return train
     if command == "convert":
         from kdtp.cli import convert
 

@@ -44,6 +44,7 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
     "kdtp.text": ("kdtp.log", "kdtp.files"),
     "kdtp.grammar": ("kdtp.text", "kdtp.types"),
     "kdtp.server": (*CLIENT_SIDE, "kdtp.text", "kdtp.messages", "kdtp.watch", "kdtp.version", *COMMON),
+    "kdtp.train": ("kdtp.model.rope", "kdtp.model.weights", "kdtp.draft.dflash.config", "kdtp.text", *COMMON),
     "kdtp.cli": ("kdtp", "launcher"),
     "kdtp.cli.convert": ("kdtp", "reference"),
     "kdtp.__main__": ("kdtp", "launcher"),

@@ -1,0 +1,1 @@
+"""Training of a small target and of its DFlash drafter, in plain PyTorch on one device; docs/training.md."""

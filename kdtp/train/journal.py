@@ -1,0 +1,41 @@
+"""loss.jsonl: a line for every step's loss, and one for every look at held-out text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """The file of a run that has come to `step`: what a killed process wrote behind that is dropped."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        known = [line for line in read(path) if line["step"] <= step]
+        path.write_text("".join(map(_line, known)), encoding="utf-8")
+
+    def losses(self, first: int, losses: Sequence[float]) -> None:
+        """Losses of the steps from `first` on."""
+        self._add([{"step": step, "loss": round(loss, 5)} for step, loss in enumerate(losses, first)])
+
+    def held_out(self, step: int, seconds: float, figures: dict[str, float]) -> None:
+        """Figures of held-out text after a step."""
+        self._add([{"step": step, "seconds": round(seconds, 1), "held_out": figures}])
+
+    def _add(self, lines: Sequence[dict[str, Any]]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(map(_line, lines))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines; a last one that was cut off by a kill is dropped."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def _line(value: dict[str, Any]) -> str:
+    return json.dumps(value) + "\n"

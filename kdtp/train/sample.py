@@ -1,0 +1,39 @@
+"""Continuations of text by a target in training form, for many sequences at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kdtp.train.loop import precision
+from kdtp.train.target import Cache, Target
+
+_TOGETHER = 2048  # sequences
+
+
+@torch.no_grad()
+def continuations(target: Target, prompts: Tensor, length: int, temperatures: Tensor, seed: int) -> Tensor:
+    """prompts int64 [B, n] on the target's device, followed by the target's own tokens: int64 [B, length].
+
+    temperatures float32 [B]: 0 takes the most likely token.
+    """
+    device = prompts.device
+    generator = torch.Generator(device).manual_seed(seed)
+    parts = zip(*(torch.split(part, _TOGETHER) for part in (prompts, temperatures.to(device))), strict=True)
+    return torch.cat([_continued(target, part, length, heat, generator) for part, heat in parts])
+
+
+def _continued(target: Target, prompts: Tensor, length: int, heat: Tensor, generator: torch.Generator) -> Tensor:
+    batch, given = prompts.shape
+    dtype = torch.bfloat16 if prompts.device.type == "cuda" else torch.float32
+    cache = Cache(target.config, batch, length, dtype, prompts.device)
+    text = prompts.new_empty(batch, length)
+    text[:, :given] = prompts
+    with precision(prompts.device):
+        hidden, _ = target.hidden(prompts, cache=cache)
+        for at in range(given, length):
+            logits = target.logits(hidden[:, -1])
+            noise = -torch.empty_like(logits).exponential_(generator=generator).log()  # Gumbel's
+            text[:, at] = (logits + heat[:, None] * noise).argmax(-1)
+            hidden, _ = target.hidden(text[:, at : at + 1], cache=cache, start=at)
+    return text

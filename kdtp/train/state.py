@@ -1,0 +1,45 @@
+"""A run's checkpoint: one safetensors file, replaced at once, so that there is always a whole one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kdtp.config import ConfigError
+from kdtp.model.weights import safetensors
+
+_PLAIN = "state.json"  # among the tensors: bytes
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    """Store float32 tensors and plain values."""
+    text = np.frombuffer(json.dumps(plain).encode(), np.uint8)
+    stored = {name: ("F32", tensor.detach().float().cpu().numpy()) for name, tensor in tensors.items()}
+    part = path.with_suffix(".part")
+    safetensors.write(part, {_PLAIN: ("U8", text), **stored})
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def read(path: Path, key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What was stored. CheckpointError for a broken file, ConfigError unless it was stored with this `key`."""
+    file = safetensors.File(path)
+    if _PLAIN not in file.tensors:
+        raise ConfigError(f"{path}: is no checkpoint of a training run: it has no {_PLAIN}")
+    plain = json.loads(file.read(_PLAIN).tobytes())
+    if plain.get("key") != key:
+        raise ConfigError(
+            f"{path}: is of a run with another recipe, seed, size of batch, text or target: go on with those, or take"
+            " another --out"
+        )
+    tensors = {name: torch.from_numpy(file.read(name)) for name in file.tensors if name != _PLAIN}
+    file.close()
+    return tensors, plain

@@ -1,0 +1,218 @@
+"""`kdtp train` from end to end, tiny: what comes out is a pair that the engine loads, and no run is lost."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kdtp.cli.convert import _arrays
+from kdtp.config import DrafterConfig, EngineConfig
+from kdtp.engine.api import Engine
+from kdtp.model.weights import safetensors
+from kdtp.text import tokenizer
+from kdtp.train import card, folder, state
+from kdtp.train.job_drafter import DrafterJob
+from kdtp.train.job_target import TargetJob
+from kdtp.train.sample import continuations
+from kdtp.types import SamplingParams
+from reference.generate import generate
+from reference.model import Model
+from tests.cpu import train_cases as cases
+
+pytestmark = pytest.mark.xdist_group("train")  # they share the trained target
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Corpus and recipes."""
+    at = tmp_path_factory.mktemp("train")
+    cases.write_corpus(at / "corpus")
+    cases.write_recipe(at / "target.json", cases.TARGET)
+    for version, recipe in cases.DRAFTERS.items():
+        cases.write_recipe(at / f"drafter{version}.json", recipe)
+    return at
+
+
+def flags(place: Path, *more: str | int) -> list[str]:
+    common = ["--recipe", place / "target.json", "--corpus", place / "corpus", "--steps", 20, "--evaluate-every", 8]
+    return [str(flag) for flag in (*common, *more)]
+
+
+@pytest.fixture(scope="module")
+def target(place: Path) -> Path:
+    out = place / "out"
+    assert cases.train("target", out, *flags(place)) == 0
+    return out
+
+
+def drafter_flags(place: Path, target: Path, version: int) -> list[str]:
+    recipe = ["--recipe", str(place / f"drafter{version}.json"), "--target", str(target)]
+    return [*flags(place)[2:], *recipe]
+
+
+def test_a_trained_target_is_what_the_reference_and_the_engine_read(target: Path) -> None:
+    network = folder.load(target)
+    arrays, config = _arrays(target)
+    tokens = tokenizer.load(target, config.vocab_size)
+    prompt = [*tokens.begin, *tokens.encode("def __init__(self):\n    ")]
+    told = generate(Model(config, arrays), prompt, 12)  # type: ignore[arg-type]
+    text = continuations(network, torch.tensor([prompt]), len(prompt) + 12, torch.zeros(1), seed=0)[0].tolist()
+    count = len(told.tokens)  # an end token ends it
+    assert text[len(prompt) :][:count] == told.tokens
+    with torch.no_grad():
+        logits = network.logits(network.hidden(torch.tensor([text]))[0])[0, len(prompt) - 1 :][:count]
+    assert np.abs(logits.numpy() - np.stack(told.logits)).max() < 1e-3
+    with Engine.of(EngineConfig(str(target))) as engine:
+        (done,) = engine.generate([prompt], SamplingParams(max_tokens=12))
+    assert list(done.tokens) == told.tokens
+
+
+def test_what_is_stored_is_what_was_trained(target: Path) -> None:
+    """INT4 loses nothing: training rounds as storing does. The rest is bfloat16, which training on a GPU multiplies."""
+    trained, stored = folder.build(cases.MODEL, "recipe"), folder.load(target)
+    tensors, _ = state.read(target / "training" / "checkpoint.safetensors", _key(target))
+    best = {name.removeprefix("best."): value for name, value in tensors.items() if name.startswith("best.")}
+    experts = {name: value for name, value in best.items() if ".experts." in name}
+    rounded = {name: value.bfloat16().float() for name, value in best.items()} | experts
+    rounded |= {name: value for name, value in best.items() if name.endswith("bias")}
+    assert len(experts) == 4 and any(value.any() for name, value in best.items() if name.endswith("bias"))
+    trained.load_state_dict(rounded)
+    text = torch.randint(384, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, want = (net.eval().logits(net.hidden(text)[0]) for net in (trained, stored))
+    assert (found - want).abs().max() < 1e-3
+
+
+def _key(target: Path) -> str:
+    file = safetensors.File(target / "training" / "checkpoint.safetensors")
+    key = json.loads(file.read("state.json").tobytes())["key"]
+    assert isinstance(key, str)
+    return key
+
+
+def test_the_folder_has_card_curve_and_log(target: Path) -> None:
+    text = (target / "MODEL_CARD.md").read_text()
+    for said in ("held-out", "20 of 128 tokens", "PSF License", "queue", "kdtp train target", card.size(target)[:2]):
+        assert said in text, said
+    assert (target / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list(cases.losses(target)) == list(range(1, 21))
+    first, *_, last = cases.losses(target).values()
+    assert last < first - 0.1
+
+
+class Stop(Exception):
+    """As if the process had been killed."""
+
+
+def _at_step(monkeypatch: pytest.MonkeyPatch, job: type, step: int, what: object) -> None:
+    """Let something happen in the middle of a step."""
+    loss, calls = job.loss, iter(range(1, 1000))  # type: ignore[attr-defined]
+
+    def changed(self: object, generator: torch.Generator) -> torch.Tensor:
+        if next(calls) == step:
+            what()  # type: ignore[operator]
+        found: torch.Tensor = loss(self, generator)
+        return found
+
+    monkeypatch.setattr(job, "loss", changed)
+
+
+def _die() -> None:
+    raise Stop
+
+
+def test_a_killed_run_goes_on_to_the_same_end(target: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = place / "killed"
+    with monkeypatch.context() as patch:
+        _at_step(patch, TargetJob, 16, _die)
+        with pytest.raises(Stop):
+            cases.train("target", out, *flags(place, "--checkpoint-every", 6))
+    assert not (out / "model.safetensors").exists()
+    log = out / "training" / "loss.jsonl"
+    assert max(cases.losses(out)) >= 12
+    log.write_text(log.read_text() + '{"step": 14, "lo')  # a line that was being written
+    (out / "training" / "checkpoint.part").write_bytes(b"half a checkpoint")
+    with monkeypatch.context() as patch:
+        _at_step(patch, TargetJob, 9, _die)  # 8 steps are left, if one interval at most was lost
+        assert cases.train("target", out, *flags(place, "--checkpoint-every", 6)) == 0
+    assert cases.losses(out) == cases.losses(target)
+    assert (out / "model.safetensors").read_bytes() == (target / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_a_checkpoint(
+    target: Path,
+    place: Path,
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = place / number.name
+    with monkeypatch.context() as patch:
+        _at_step(patch, TargetJob, 5, lambda: os.kill(os.getpid(), number))
+        assert cases.train("target", out, *flags(place)) == 130
+    assert "stopped after step 5" in capsys.readouterr().err
+    assert cases.train("target", out, *flags(place)) == 0
+    assert cases.losses(out) == cases.losses(target)
+
+
+def test_a_checkpoint_of_another_run_is_refused(target: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cases.train("target", target, *flags(place, "--seed", 1)) == 2
+    assert "is of a run with another recipe, seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_trained_drafter_drafts_for_its_target(
+    target: Path, place: Path, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = place / f"drafter_{version}"
+    given = drafter_flags(place, target, version)
+    with monkeypatch.context() as patch:
+        _at_step(patch, DrafterJob, 14, _die)
+        with pytest.raises(Stop):
+            cases.train("drafter", out, *given, "--checkpoint-every", 10)
+    before = cases.losses(out)
+    assert cases.train("drafter", out, *given, "--checkpoint-every", 10) == 0
+    assert {step: cases.losses(out)[step] for step in before} == before
+    assert min(cases.losses(out).values()) < max(cases.losses(out).values()) - 0.1
+    assert f"version {version}" in (out / "MODEL_CARD.md").read_text()
+    tokens = tokenizer.load(target)
+    prompt = [*tokens.begin, *tokens.encode("import os\n")]
+    params, texts = SamplingParams(max_tokens=20, ignore_eos=True), []
+    for settings in (DrafterConfig(), DrafterConfig("dflash", block=4, budget=8, model=str(out))):
+        with Engine.of(EngineConfig(str(target), drafter=settings)) as engine:
+            texts += engine.generate([prompt], params)
+    plain, drafted = texts
+    assert drafted.tokens == plain.tokens and len(plain.tokens) == 20
+
+
+def test_bad_input_is_refused_before_training(place: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = place / "empty"
+    empty.mkdir()
+    wrong = cases.write_recipe(
+        place / "wrong.json", {"model": cases.MODEL | {"n_group": 2}, "train": cases.TARGET["train"]}
+    )
+    odd = cases.write_recipe(place / "odd.json", {**cases.TARGET, "train": {**cases.TARGET["train"], "batsh": 3}})
+    for given, said in (
+        (["--corpus", empty], "0 characters of Python source to train on: must be at least 1000"),
+        (["--recipe", wrong], "n_group = 2: a model to train has"),
+        (["--recipe", odd], "batsh"),
+        (["--recipe", empty / "none.json"], "none.json: no such file"),
+        (["--seq", "97"], "train.seq = 97: must be at most max_position_embeddings, 96"),
+        (["--batch", "0"], "train.batch = 0: must be 1.."),
+        (["--minutes", "-1"], "--minutes = -1.0: must be at least 0"),
+        (["--checkpoint-every", "0"], "--checkpoint-every = 0: must be at least 1"),
+        (["--seed", "-1"], "--seed = -1: must be 0.."),
+    ):
+        assert cases.train("target", place / "no", *flags(place), *given) == 2, said
+        assert said in capsys.readouterr().err
+    assert not (place / "no").exists()
+    if not torch.cuda.is_available():
+        assert cases.train("target", place / "no", *flags(place), "--device", "cuda") == 2
+        assert "this torch sees no GPU" in capsys.readouterr().err
+    assert cases.train("drafter", place / "no", *drafter_flags(place, place / "nowhere", 1)) == 2
+    assert "nowhere" in capsys.readouterr().err
