@@ -21,7 +21,7 @@ from kdtp.train.sample import continuations
 from kdtp.types import SamplingParams
 from reference.generate import generate
 from reference.model import Model
-from tests.cpu import train_cases as cases
+from tests import train_cases as cases
 
 pytestmark = pytest.mark.xdist_group("train")  # they share the trained target
 

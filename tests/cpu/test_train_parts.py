@@ -21,7 +21,7 @@ from kdtp.train.job_target import Text
 from kdtp.train.journal import Journal, read
 from kdtp.train.target import Gate, Norm
 from reference.dflash import log_softmax
-from tests.cpu import dflash_cases, train_cases
+from tests import dflash_cases, train_cases
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from([1e-12, 1e-3, 1.0, 1e4]), st.booleans())
