@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "answer or continue a text, or a prompt of token ids",
     "chat": "talk with a model on the terminal",
     "serve": "answer OpenAI's API over HTTP",
+    "bench": "measure an endpoint under load, or an engine at growing contexts",
     "engine": "run coordinator and workers, print the RPC address",
     "build-kernels": "compile the CUDA kernels with nvcc",
     "inspect": "show what is in a KDTR file or a model folder",
@@ -85,6 +86,10 @@ def _module(command: str) -> ModuleType:
         from kdtp.cli import serve
 
         return serve
+    if command == "bench":
+        from kdtp.cli import bench
+
+        return bench
     if command == "engine":
         from kdtp.cli import engine
 

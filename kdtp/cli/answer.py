@@ -51,7 +51,7 @@ def find_tokenizer(chosen: argparse.Namespace, model: str, vocab_size: int, need
     return load(folder, vocab_size)
 
 
-def _variables(chosen: argparse.Namespace) -> dict[str, Any]:
+def template_variables(chosen: argparse.Namespace) -> dict[str, Any]:
     """The chat template's variables of --template-set. ValueError for one without a name."""
     found = {}
     for setting in chosen.template_set:
@@ -71,7 +71,7 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, chosen: argparse.Namespace) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._variables = _variables(chosen)
+        self._variables = template_variables(chosen)
         self._system: list[Message] = [] if chosen.system is None else [{"role": "system", "content": chosen.system}]
 
     def ids(self, messages: Sequence[Message]) -> tuple[int, ...]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from types import FrameType
+from pathlib import Path
 
 import msgspec
 
+from kdtp.cli import remote
 from kdtp.cli.answer import Answer, Chat, add_text_flags, find_tokenizer
 from kdtp.cli.flags import add_engine_flags, add_sampling_flags, engine_config, sampling
 from kdtp.cli.screen import Screen, printable
+from kdtp.cli.talk import Talk
+from kdtp.client import KEY_VARIABLE
 from kdtp.config import ConfigError
 from kdtp.engine.api import Engine
 from kdtp.engine.plan import Plan, plan
@@ -28,12 +29,19 @@ from kdtp.text.tokenizer import Tokenizer
 from kdtp.types import SamplingParams
 
 EXIT_ENGINE = 70
-EXIT_INTERRUPTED = 130
-HELP = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
+    parser.add_argument(
+        "--url", help="of an endpoint to talk with, instead of an engine of its own; --model is a name there"
+    )
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"the endpoint's key, if it needs one (default: ${KEY_VARIABLE})",
+    )
     add_text_flags(parser)
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="of one answer (default: what the context has left)"
@@ -44,6 +52,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Talk until the end of input."""
+    if chosen.url is not None:
+        return remote.run(chosen)
+    if chosen.api_key_file is not None:
+        raise ValueError("--api-key-file: is for --url")
     checked = plan(engine_config(chosen))
     if checked.config.drafter.name == "oracle":
         raise ConfigError("drafter = 'oracle': knows only the model file's own prompt; must be none, ngram or dflash")
@@ -72,39 +84,8 @@ def run(chosen: argparse.Namespace) -> int:
     return 0
 
 
-class Interrupts:
-    """Ctrl-C: ends the input line, or while `answering` the answer; a second time in one answer, the program."""
-
-    def __init__(self) -> None:
-        self.stopped = False
-        self._answering = False
-
-    def __enter__(self) -> Interrupts:
-        self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        """Nothing is interrupted in here, since the engine must finish its step; `stopped` tells of Ctrl-C."""
-        self.stopped, self._answering = False, True
-        try:
-            yield
-        finally:
-            self._answering = False
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self._answering:
-            raise KeyboardInterrupt
-        if self.stopped:
-            raise SystemExit(EXIT_INTERRUPTED)
-        self.stopped = True
-
-
-class Conversation:
-    """What was said, and the loop that adds to it. Answers go to stdout, everything else to stderr."""
+class Conversation(Talk):
+    """With an engine of its own."""
 
     def __init__(
         self,
@@ -115,48 +96,13 @@ class Conversation:
         params: SamplingParams,
         stops: tuple[str, ...],
     ) -> None:
+        super().__init__()
         self._plan = checked
         self._engine = engine
         self._tokenizer = tokenizer
         self._chat = chat
         self._params = params
         self._stops = stops
-        self._messages: list[Message] = []
-        self._interrupts = Interrupts()
-
-    def talk(self) -> None:
-        """Read lines and answer them, until the input ends."""
-        on_terminal = sys.stdin.isatty()
-        if on_terminal:
-            import readline  # noqa: F401  gives `input` its line editing
-
-            print(HELP, file=sys.stderr)
-        with self._interrupts:
-            while True:
-                try:
-                    line = input("> " if on_terminal else "").strip()
-                    if line == "/exit":
-                        return
-                    self._heed(line)
-                except KeyboardInterrupt:
-                    print(f"\n{HELP}", file=sys.stderr)
-                except EOFError:
-                    if on_terminal:
-                        print(file=sys.stderr)
-                    return
-
-    def _heed(self, line: str) -> None:
-        """Carry out a command, or answer."""
-        if line == "/reset":
-            self._messages.clear()
-            print("a new conversation", file=sys.stderr)
-        elif line.startswith("/") and len(line.split()) == 1:
-            print(f"{line}: no such command; {HELP}", file=sys.stderr)
-        elif line:
-            try:
-                self._answer(line)
-            except ValueError as error:  # of this turn; the conversation is as it was before
-                print(f"kdtp chat: {error}", file=sys.stderr)
 
     def _answer(self, line: str) -> None:
         asked: list[Message] = [*self._messages, {"role": "user", "content": line}]

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -184,7 +185,30 @@ class Answer:
             "completion_tokens": said,
             "total_tokens": prompt + said,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "kdtp": costs(self._usages),
         }
+
+
+def costs(usages: Sequence[Usage]) -> Json:
+    """What the choices cost together; one that a stop string ended is not in it."""
+    return {
+        "rounds": sum(usage.rounds for usage in usages),
+        "committed": sum(usage.committed for usage in usages),
+        "drafted_by_depth": _added([usage.drafted_by_depth for usage in usages]),
+        "accepted_by_depth": _added([usage.accepted_by_depth for usage in usages]),
+        "preemptions": sum(usage.preemptions for usage in usages),
+        "timings_ms": {
+            stage: round(sum(usage.timings_ms.get(stage, 0.0) for usage in usages), 3) for stage in _stages(usages)
+        },
+    }
+
+
+def _added(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+
+
+def _stages(usages: Sequence[Usage]) -> dict[str, None]:
+    return dict.fromkeys(stage for usage in usages for stage in usage.timings_ms)
 
 
 async def until_gone(receive: Receive) -> None:

@@ -114,8 +114,8 @@ class Endpoint:
         return _json(self._card())
 
     def _card(self) -> dict[str, Any]:
-        name, length = self._model.name, self._model.context
-        return {"id": name, "object": "model", "created": 0, "owned_by": "kdtp", "max_model_len": length}
+        card = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "kdtp"}
+        return card | {"max_model_len": self._model.context, "vocab_size": self._model.plan.model.vocab_size}
 
     # ------------------------------------------------------------------ text
 

@@ -45,6 +45,8 @@ ALLOWED = {  # a module or package, and the modules and packages of this reposit
     "kdtp.grammar": ("kdtp.text", "kdtp.types"),
     "kdtp.server": (*CLIENT_SIDE, "kdtp.text", "kdtp.messages", "kdtp.watch", "kdtp.version", *COMMON),
     "kdtp.train": ("kdtp.model.rope", "kdtp.model.weights", "kdtp.draft.dflash.config", "kdtp.text", *COMMON),
+    "kdtp.client": (),
+    "kdtp.bench": ("kdtp.client", "kdtp.engine.api", "kdtp.messages", "kdtp.types"),
     "kdtp.cli": ("kdtp", "launcher"),
     "kdtp.cli.convert": ("kdtp", "reference"),
     "kdtp.__main__": ("kdtp", "launcher"),
@@ -73,6 +75,8 @@ THIRD_PARTY = {  # what the rooms that must stand alone may use beside the stand
     "kdtp.grammar": ("llguidance",),
     "kdtp.text": ("tokenizers", "tiktoken", "jinja2"),
     "kdtp.server": ("msgspec", "starlette", "uvicorn"),
+    "kdtp.client": ("msgspec",),
+    "kdtp.bench": ("matplotlib",),
     "launcher": ("torch",),
     "reference": ("numpy",),
 }
@@ -271,7 +275,7 @@ def test_commands_that_answer_at_once_do_not_import_torch(command: list[str]) ->
 
 def test_modules_that_do_not_import_torch() -> None:
     names = "kdtp, kdtp.types, kdtp.proposals, kdtp.messages, kdtp.config, kdtp.log, kdtp.version, kdtp.engine.rpc"
-    names += ", kdtp.model.weights.kdtr, kdtp.server.run, kdtp.cli.serve"
+    names += ", kdtp.model.weights.kdtr, kdtp.server.run, kdtp.cli.serve, kdtp.cli.bench"
     code = f"import sys; sys.modules['torch'] = None; import {names}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -5,13 +5,17 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from kdtp.__main__ import main
 from tests import browser
 from tests.browser import Browser
-from tests.processes import until
+from tests.processes import TINY, until
 from tests.service import KEY, Service
 
 pytestmark = [pytest.mark.xdist_group("server-live"), pytest.mark.timeout(120)]
@@ -40,6 +44,50 @@ def asking(ready):
     yield
     enough.set()
     thread.join(60)
+
+
+def run(ready, *flags: object, text: str = "") -> subprocess.CompletedProcess[str]:
+    """A command of ours as a client, with the key in the environment."""
+    command = [sys.executable, "-m", "kdtp", *map(str, flags), "--url", ready.url]
+    surroundings = os.environ | {"KDTP_API_KEY": KEY}
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, env=surroundings)
+
+
+def test_bench_serve_tells_what_a_load_met(ready, tmp_path):
+    flags = ("--requests", 6, "--concurrency", 3, "--prompt-tokens", "70:80", "--max-tokens", 12, "--warmup", 0)
+    done = run(ready, "bench", "serve", *flags, "--shared-prefix", 64, "--json", "--png", tmp_path / "x.png")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["failed"] == {} and found["tokens"] == 72 and 420 <= found["prompt_tokens"] <= 480
+    assert found["tokens_per_second"] > 0 and found["rounds"] > 0 and found["first_text_ms"]["p50"] > 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    bad = run(ready, "bench", "serve", "--prompt-tokens", 600, "--requests", 2, "--warmup", 0)
+    assert bad.returncode == 1 and "failed: 2 x prompt: 600 tokens" in bad.stdout
+
+
+def test_bench_context_tells_what_a_round_costs(capsys, tmp_path):
+    flags = ["--model", str(TINY), "--threads", "1", "--drafter", "ngram", "--max-tokens", "8"]
+    assert main(["bench", "context", *flags, "--lengths", "16,100", "--json", "--png", str(tmp_path / "c.png")]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["context"] for point in points] == [16, 100]
+    for point in points:
+        assert point["prefill_tokens_per_second"] > 0 and point["tokens_per_second"] > 0
+        assert point["tokens_per_round"] >= 1 and set(point["round_ms"]) >= {"draft", "build", "verify", "accept"}
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "context", *flags, "--lengths", "16,510"]) == 2
+    assert "--lengths 510: with 8 tokens behind it" in capsys.readouterr().err
+
+
+def test_chat_with_an_endpoint(ready):
+    done = run(ready, "chat", "--max-tokens", 9, "--system", "Brief.", text="Hello\n/reset\nAgain\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("[9 tokens, ") == 2 and "a new conversation" in done.stderr
+    body = {"messages": [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Hello"}]}
+    truth = ready.post("/v1/chat/completions", **body, max_tokens=9, temperature=0.0)
+    message = truth["choices"][0]["message"]
+    assert done.stdout.startswith(message.get("reasoning_content", "") + message["content"])
+    refused = run(ready, "chat", "--tp", 2)
+    assert refused.returncode == 2 and "--tp: is not for an endpoint" in refused.stderr
 
 
 def opened(ready) -> list[dict]:
