@@ -61,7 +61,7 @@ DRAFTERS = {
         "train": _TRAIN | _DRAFT,
     },
 }
-# Of both sides of the split: queue is held out.
+# Of both sides of the split: textwrap is held out.
 _MODULES = ("bisect", "copy", "fnmatch", "heapq", "keyword", "queue", "sched", "shlex", "stat", "textwrap")
 
 

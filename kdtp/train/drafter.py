@@ -116,7 +116,7 @@ class Layer(nn.Module):
 
     def __init__(self, c: DFlashConfig) -> None:
         super().__init__()
-        scale = (2 * c.num_hidden_layers) ** -0.5
+        scale = 0.2 * (2 * c.num_hidden_layers) ** -0.5
         self.input_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c, scale)
         self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps)

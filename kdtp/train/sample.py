@@ -25,15 +25,17 @@ def continuations(target: Target, prompts: Tensor, length: int, temperatures: Te
 
 def _continued(target: Target, prompts: Tensor, length: int, heat: Tensor, generator: torch.Generator) -> Tensor:
     batch, given = prompts.shape
-    dtype = torch.bfloat16 if prompts.device.type == "cuda" else torch.float32
-    cache = Cache(target.config, batch, length, dtype, prompts.device)
     text = prompts.new_empty(batch, length)
     text[:, :given] = prompts
+    kind = prompts.device.type
     with precision(prompts.device):
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        cache = Cache(target.config, batch, length, dtype, prompts.device)
         hidden, _ = target.hidden(prompts, cache=cache)
         for at in range(given, length):
             logits = target.logits(hidden[:, -1])
-            noise = -torch.empty_like(logits).exponential_(generator=generator).log()  # Gumbel's
+            chance = torch.empty_like(logits).exponential_(generator=generator).clamp_min_(1e-30)
+            noise = -chance.log()  # Gumbel's, and finite: it is multiplied by 0
             text[:, at] = (logits + heat[:, None] * noise).argmax(-1)
             hidden, _ = target.hidden(text[:, at : at + 1], cache=cache, start=at)
     return text

@@ -33,7 +33,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line of its own."""
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, step: int, part: float, loss: float, seconds: float, tokens: int) -> None:
         """Move the bar. tokens: per step."""

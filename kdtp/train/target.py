@@ -34,14 +34,16 @@ class Cache:
 
 
 class Norm(nn.Module):
-    """RMS norm, float32."""
+    """RMS norm, made in float32; its result is what products take."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight, self._eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x.float(), self.weight.shape, self.weight, self._eps)
+        y = functional.rms_norm(x.float(), self.weight.shape, self.weight, self._eps)
+        kind = x.device.type
+        return y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
 
 
 def _linear(width: int, out: int, scale: float = 1.0) -> nn.Linear:
@@ -169,7 +171,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, is_moe: bool) -> None:
         super().__init__()
-        scale = (2 * config.num_hidden_layers) ** -0.5
+        scale = 0.2 * (2 * config.num_hidden_layers) ** -0.5  # at first a layer adds little to the embedding
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, scale)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)

@@ -96,7 +96,7 @@ def _key(target: Path) -> str:
 
 def test_the_folder_has_card_curve_and_log(target: Path) -> None:
     text = (target / "MODEL_CARD.md").read_text()
-    for said in ("held-out", "20 of 128 tokens", "PSF License", "queue", "kdtp train target", card.size(target)[:2]):
+    for said in ("held-out", "20 of 128 tokens", "PSF License", "textwrap", "kdtp train target", card.size(target)[:2]):
         assert said in text, said
     assert (target / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list(cases.losses(target)) == list(range(1, 21))

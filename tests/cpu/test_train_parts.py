@@ -9,16 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdtp.config import ConfigError
+from kdtp.config import ConfigError, build
 from kdtp.draft.dflash import config as dflash
 from kdtp.model.weights import safetensors
 from kdtp.model.weights.hf_model import unpacked
 from kdtp.text import tokenizer
-from kdtp.train import bpe, config, corpus, drafter_folder, folder, int4
+from kdtp.train import bpe, config, corpus, drafter_folder, folder, int4, job_drafter, job_target, sample
 from kdtp.train.config import RECIPES, DrafterTrain, TargetTrain
 from kdtp.train.drafter import Drafter
-from kdtp.train.job_target import Text
+from kdtp.train.job_drafter import DrafterJob
+from kdtp.train.job_target import TargetJob, Text
 from kdtp.train.journal import Journal, read
+from kdtp.train.sample import continuations
 from kdtp.train.target import Gate, Norm
 from reference.dflash import log_softmax
 from tests import dflash_cases, train_cases
@@ -97,7 +99,7 @@ def test_seldom_chosen_experts_are_helped() -> None:
 
 def test_a_module_and_its_tests_are_on_one_side(tmp_path: Path) -> None:
     text = "x = y\n" * 1000
-    names = ["queue.py", "test/test_queue.py", "heapq.py", "json/tool.py", "test/test_json/test_tool.py"]
+    names = ["cmd.py", "test/test_cmd.py", "heapq.py", "json/tool.py", "test/test_json/test_tool.py"]
     for name in [*names, "site-packages/heapq.py", "pydoc_data/topics.py"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text if name != "json/tool.py" else text + "# more\n")
@@ -106,8 +108,9 @@ def test_a_module_and_its_tests_are_on_one_side(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("")
     found = corpus.read(tmp_path)
     assert sorted(document.name for document in found.documents) == sorted(names)
-    assert {document.name for document in found.held_out} == {"queue.py", "test/test_queue.py"}
-    assert {document.module for document in found.documents} == {"queue", "heapq", "json"}
+    held_out = {"cmd.py", "test/test_cmd.py", "json/tool.py", "test/test_json/test_tool.py"}
+    assert {document.name for document in found.held_out} == held_out
+    assert {document.module for document in found.documents} == {"cmd", "heapq", "json"}
 
 
 def test_some_of_the_modules_are_held_out() -> None:
@@ -200,3 +203,34 @@ def test_what_is_written_is_sound(tmp_path: Path) -> None:
         assert checkpoint.quantized == ["INT4"] and not checkpoint.skipped and checkpoint.model.eos_token_ids == (1,)
     names = safetensors.File(tmp_path / "m" / "model.safetensors").tensors
     assert "lm_head.weight" in names and "model.layers.2.mlp.experts.5.down_proj.weight_packed" in names
+
+
+def test_products_in_bfloat16_change_the_loss_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What training on a GPU does, and a CPU can."""
+    torch.manual_seed(0)
+    target = folder.build(train_cases.MODEL, "recipe").eval()
+    values = drafter_folder.complete(train_cases.DRAFTERS[2]["model"], target.config, 2)
+    drafter = Drafter(dflash.parse(values, "recipe"))
+    texts = torch.randint(384, (9, 48), generator=torch.Generator().manual_seed(0))
+    text = Text(texts.flatten().numpy().astype(np.uint16), 0, torch.device("cpu"))
+    trains = (build(kind, case["train"], "recipe") for kind, case in _KINDS)
+    jobs = [
+        TargetJob(target, next(trains), text, text, 3.0),  # type: ignore[arg-type]
+        DrafterJob(drafter, target, next(trains), texts.int(), texts.int()),  # type: ignore[arg-type]
+    ]
+
+    def losses() -> list[torch.Tensor]:
+        return [job.loss(torch.Generator().manual_seed(1)) for job in jobs]
+
+    plain = losses()
+    for module in (job_target, job_drafter, sample):
+        monkeypatch.setattr(module, "precision", lambda device: torch.autocast("cpu", torch.bfloat16))
+    for loss, want in zip(losses(), plain, strict=True):
+        assert 0 < (loss - want).abs() < 0.02 * want
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in target.parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in drafter.parameters())
+    assert continuations(target, texts[:3, :5], 9, torch.tensor([0.0, 1.0, 0.5]), seed=0).shape == (3, 9)
+
+
+_KINDS = ((TargetTrain, train_cases.TARGET), (DrafterTrain, train_cases.DRAFTERS[2]))
