@@ -43,11 +43,22 @@ def start(command: Sequence[object], log: Path) -> subprocess.Popen[str]:
 
 
 class Running:
-    """`kdtp engine` with its coordinator and workers; a context manager that leaves nothing behind."""
+    """`kdtp engine` with its coordinator and workers; a context manager that leaves nothing behind.
 
-    def __init__(self, tmp_path: Path, *flags: object, tp: int = 2, model: Path = TINY, wait: bool = True) -> None:
+    program: another one that takes the same flags.
+    """
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        *flags: object,
+        tp: int = 2,
+        model: Path = TINY,
+        wait: bool = True,
+        program: Sequence[str] = ("-m", "kdtp", "engine"),
+    ) -> None:
         self.log = tmp_path / f"engine-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "kdtp", "engine", "--model", model, "--tp", tp, "--threads", 1, *flags]
+        command = [sys.executable, *program, "--model", model, "--tp", tp, "--threads", 1, *flags]
         self.process = start(command, self.log)
         self.launcher = psutil.Process(self.process.pid)
         self.clients: list[Client] = []

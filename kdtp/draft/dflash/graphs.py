@@ -64,7 +64,8 @@ class Graphs:
         with torch.cuda.stream(self._stream):
             network.forward(inputs, self._topk)  # what is loaded or set up on first use cannot be while capturing
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads may do as they like meanwhile: NCCL's watchdog does.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             found = network.forward(inputs, self._topk)
         self._captured[shape] = inputs, found, graph
         spent = 1000 * (time.perf_counter() - began)
