@@ -7,51 +7,32 @@ where it is made, with an error that names key, value and what is legal.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import re
-import reprlib
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, TypeVar
-
-import msgspec
+from typing import Annotated, Any
 
 from kdtp.types import MOST_THREADS, PAGE_ROWS
+from kdtp.values import ConfigError, Range, build, check_ranges, digest, want, want_in
 
-C = TypeVar("C")
-
-
-class ConfigError(ValueError):
-    """A configuration value that cannot be; the text names it and what is legal, `key` is its name alone."""
-
-    def __init__(self, text: str, key: str = "") -> None:
-        super().__init__(text)
-        self.key = key
-
-
-def _want(ok: bool, key: str, value: object, legal: str) -> None:
-    if not ok:
-        raise ConfigError(f"{key} = {reprlib.repr(value)}: must be {legal}", key)
-
-
-class Range(NamedTuple):
-    """The legal values of a field, ends included: Annotated[int, Range(1, 8)]."""
-
-    least: float
-    most: float
-
-
-def _want_in(least: float, most: float, key: str, value: float) -> None:
-    _want(least <= value <= most, key, value, f"{least}..{most}")  # NaN is in no range
-
-
-def check_ranges(config: object, prefix: str = "") -> None:
-    for key, hint in typing.get_type_hints(type(config), include_extras=True).items():
-        for legal in getattr(hint, "__metadata__", ()):
-            _want_in(legal.least, legal.most, prefix + key, getattr(config, key))
-
+__all__ = [  # what comes from kdtp.values, and what is made here
+    "DEVICES",
+    "DRAFTERS",
+    "DTYPES",
+    "PLACES",
+    "SHAPES",
+    "ConfigError",
+    "DrafterConfig",
+    "EngineConfig",
+    "HeadDim",
+    "ModelConfig",
+    "Positions",
+    "Range",
+    "Width",
+    "YarnConfig",
+    "build",
+    "check_ranges",
+    "digest",
+]
 
 # Bounds of a model's sizes are well above any published one, and low enough that what is made for a config (the table
 # of its parameters, say) stays small: these numbers come from a file.
@@ -77,7 +58,7 @@ class YarnConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, "rope_scaling.")
-        _want(self.beta_slow <= self.beta_fast, "rope_scaling.beta_slow", self.beta_slow, f"at most {self.beta_fast}")
+        want(self.beta_slow <= self.beta_fast, "rope_scaling.beta_slow", self.beta_slow, f"at most {self.beta_fast}")
 
 
 @dataclass(frozen=True)
@@ -118,27 +99,27 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
         layers = self.num_hidden_layers
-        _want_in(0, layers, "first_k_dense_replace", self.first_k_dense_replace)
-        _want(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "even")
+        want_in(0, layers, "first_k_dense_replace", self.first_k_dense_replace)
+        want(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "even")
         ends = self.eos_token_ids
         legal = len(ends) <= _MOST_ENDS and all(0 <= t < self.vocab_size for t in ends)
-        _want(legal, "eos_token_ids", ends, f"at most {_MOST_ENDS} ids in [0, {self.vocab_size})")
+        want(legal, "eos_token_ids", ends, f"at most {_MOST_ENDS} ids in [0, {self.vocab_size})")
         if self.first_k_dense_replace < layers:
             self._check_router()
 
     def _check_router(self) -> None:
         methods = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}
-        _want(self.scoring_func in methods, "scoring_func", self.scoring_func, f"one of {sorted(methods)}")
+        want(self.scoring_func in methods, "scoring_func", self.scoring_func, f"one of {sorted(methods)}")
         legal = methods[self.scoring_func]
-        _want(self.topk_method in legal, "topk_method", self.topk_method, f"{legal} with {self.scoring_func} scoring")
+        want(self.topk_method in legal, "topk_method", self.topk_method, f"{legal} with {self.scoring_func} scoring")
         experts, groups = self.n_routed_experts, self.n_group
         for key in ("moe_intermediate_size", "n_routed_experts"):
-            _want(getattr(self, key) >= 1, key, getattr(self, key), "at least 1 in a model with experts")
-        _want(groups >= 1 and experts % groups == 0, "n_group", groups, f"a divisor of {experts} experts")
-        _want_in(1, groups, "topk_group", self.topk_group)
-        _want_in(1, experts // groups * self.topk_group, "num_experts_per_tok", self.num_experts_per_tok)
+            want(getattr(self, key) >= 1, key, getattr(self, key), "at least 1 in a model with experts")
+        want(groups >= 1 and experts % groups == 0, "n_group", groups, f"a divisor of {experts} experts")
+        want_in(1, groups, "topk_group", self.topk_group)
+        want_in(1, experts // groups * self.topk_group, "num_experts_per_tok", self.num_experts_per_tok)
         if self.topk_method == "noaux_tc" and groups > 1:
-            _want(experts // groups >= 2, "n_group", groups, "such that a group has at least 2 experts")
+            want(experts // groups >= 2, "n_group", groups, "such that a group has at least 2 experts")
 
     @property
     def kv_row(self) -> int:
@@ -170,50 +151,16 @@ class ModelConfig:
         return build(cls, flat, source)
 
 
-def build(cls: type[C], values: Mapping[str, Any], source: str, origins: Mapping[str, str] | None = None) -> C:
-    """Make a frozen config of plain values: types converted by msgspec, unknown keys refused by name.
-
-    Raises ConfigError naming the key and where its value comes from: origins[key] ("drafter.rank" for a nested one)
-    or else `source`.
-    """
-    _refuse_unknown(cls, values, source)
-    try:
-        return msgspec.convert(dict(values), cls, strict=False)
-    except msgspec.ValidationError as error:
-        key, text = _explain(error)
-        raise ConfigError(f"{(origins or {}).get(key, source)}: {text}", key) from None
-
-
-def _explain(error: msgspec.ValidationError) -> tuple[str, str]:
-    """Key and text of what msgspec found, or of the ConfigError that it wraps."""
-    if isinstance(error.__cause__, ConfigError):
-        return error.__cause__.key, str(error.__cause__)
-    found = re.fullmatch(r"(.*?)(?: - at `\$\.(.*)`)?", str(error), re.DOTALL)
-    assert found is not None
-    text, key = found.groups()
-    return key or "", f"{key}: {text}" if key else text
-
-
-def _refuse_unknown(cls: Any, values: Mapping[str, Any], source: str) -> None:
-    # msgspec ignores unknown keys of a dataclass, nested ones too.
-    hints = typing.get_type_hints(cls)
-    for key, value in values.items():
-        if key not in hints:
-            raise ConfigError(f"{source}: unknown key {key!r}; known are {', '.join(sorted(hints))}")
-        for kind in (hints[key], *typing.get_args(hints[key])):
-            if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-                _refuse_unknown(kind, value, f"{source}: {key}")
-
-
 @dataclass(frozen=True)
 class DrafterConfig:
     """Which drafter, and its settings.
 
-    name: "none", "oracle" (knows the golden continuation of a KDTR model), "ngram" (looks up the text so far) or
-    "dflash" (a network in the folder `model`). block: tokens a round can commit, so the draft has block - 1 positions.
-    topk: candidates per depth. shape: "tree", or "chain" for the single most likely path. hit[d]: the oracle's chance
-    to know depth d + 1 (the last value holds for deeper ones); rank: the truth is put at a random rank below this;
-    ngram_max: longest match. 0 leaves to the network's file its window (tokens back) and amplitude (of its cosines).
+    name: "none", "oracle" (knows the golden continuation of a KDTR model), "ngram" (looks up the text so far), "dflash"
+    (a network in the folder `model`) or "dflash+ngram", both in one tree. block: tokens a round can commit, so the
+    draft has block - 1 positions. topk: candidates per depth. shape: "tree", "chain" for the single most likely path,
+    or "seeded" for that path, whole, and then the best others. hit[d]: the oracle's chance to know depth d + 1 (the
+    last value holds for deeper ones); rank: the truth is put at a random rank below this; ngram_max: longest match.
+    0 leaves to the network's file its window (tokens back) and amplitude (of its cosines).
     """
 
     name: str = "none"
@@ -229,18 +176,24 @@ class DrafterConfig:
     window: Annotated[int, Range(0, 1 << 24)] = 0
     amplitude: Annotated[float, Range(0.0, 100.0)] = 0.0
 
+    @property
+    def network(self) -> bool:
+        """Whether there is a network that drafts."""
+        return bool(self.model)
+
     def __post_init__(self) -> None:
-        _want(self.name in DRAFTERS, "drafter", self.name, f"one of {', '.join(DRAFTERS)}")
+        want(self.name in DRAFTERS, "drafter", self.name, f"one of {', '.join(DRAFTERS)}")
         check_ranges(self, "drafter.")
-        network = self.name == "dflash"
-        _want(bool(self.model) == network, "drafter.model", self.model, "a folder with dflash, else absent")
-        _want(self.shape in ("tree", "chain"), "drafter.shape", self.shape, "tree or chain")
+        network = "dflash" in self.name
+        want(bool(self.model) == network, "drafter.model", self.model, "a folder with dflash, else absent")
+        want(self.shape in SHAPES, "drafter.shape", self.shape, f"one of {', '.join(SHAPES)}")
         legal = 1 <= len(self.hit) <= _DEEPEST and all(0.0 <= p <= 1.0 for p in self.hit)
-        _want(legal, "drafter.hit", self.hit, f"1..{_DEEPEST} probabilities 0..1")
-        _want(1 <= self.rank <= self.topk, "drafter.rank", self.rank, f"1..topk ({self.topk})")
+        want(legal, "drafter.hit", self.hit, f"1..{_DEEPEST} probabilities 0..1")
+        want(1 <= self.rank <= self.topk, "drafter.rank", self.rank, f"1..topk ({self.topk})")
 
 
-DRAFTERS = ("none", "oracle", "ngram", "dflash")
+DRAFTERS = ("none", "oracle", "ngram", "dflash", "dflash+ngram")
+SHAPES = ("tree", "chain", "seeded")
 DTYPES = ("float32", "bfloat16")
 DEVICES, PLACES = ("cpu", "cuda"), ("auto", "process", "worker0")  # PLACES: of the coordinator
 
@@ -280,9 +233,9 @@ class EngineConfig:
     ping_interval: Seconds = 5.0
 
     def __post_init__(self) -> None:
-        _want(bool(self.model) and "\0" not in self.model, "model", self.model, "a path")
+        want(bool(self.model) and "\0" not in self.model, "model", self.model, "a path")
         for key, legal in (("device", DEVICES), ("dtype", DTYPES), ("coordinator", PLACES)):
-            _want(getattr(self, key) in legal, key, getattr(self, key), f"one of {', '.join(legal)}")
+            want(getattr(self, key) in legal, key, getattr(self, key), f"one of {', '.join(legal)}")
         check_ranges(self)
 
     def pages(self, model: ModelConfig) -> int:
@@ -293,8 +246,3 @@ class EngineConfig:
     def mapping(self) -> dict[str, Any]:
         """Plain values, as `build` takes them."""
         return dataclasses.asdict(self)
-
-
-def digest(config: Any) -> str:
-    """sha256 of a config's values: equal on two processes exactly if those are."""
-    return hashlib.sha256(json.dumps(dataclasses.asdict(config), sort_keys=True).encode()).hexdigest()

@@ -54,4 +54,13 @@ class Conditionals:
     ids: torch.Tensor
 
 
-Proposal = Marginals | Trie | Conditionals
+@dataclass(frozen=True)
+class Merged:
+    """Two proposals for one text as one. A token that both have in some place is one node, with the better score, and
+    both say what follows it; after a token that one of them does not have, the other alone does."""
+
+    network: Marginals | Conditionals
+    lookup: Trie
+
+
+Proposal = Marginals | Trie | Conditionals | Merged

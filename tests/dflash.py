@@ -37,7 +37,7 @@ def drafter_folder(folder: Path, base: dict[str, Any], model: ModelConfig) -> Pa
 
 def settings(folder: Path, **changes: Any) -> DrafterConfig:
     """Of a drafter in a folder."""
-    return DrafterConfig("dflash", **{"block": 5, "budget": 24, "model": str(folder)} | changes)
+    return DrafterConfig(**{"name": "dflash", "block": 5, "budget": 24, "model": str(folder)} | changes)
 
 
 class Loaded:
@@ -51,7 +51,7 @@ class Loaded:
 
     def harness(self, drafter: DrafterConfig = NONE) -> Harness:
         """Ranks that have this drafter's network."""
-        network = dataclasses.replace(drafter, shape="tree", budget=24)
+        network = dataclasses.replace(drafter, name="dflash" if drafter.network else "none", shape="tree", budget=24)
         if network not in self._made:
             self._made[network] = Harness(self.model, drafter=network, **self.changes)
         return self._made[network]

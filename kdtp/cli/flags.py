@@ -37,7 +37,7 @@ _DRAFTER = {
     "block": ("block", "tokens a round can commit: draft depth + 1"),
     "budget": ("budget", "tree nodes per round, root not counted; 0 decodes plainly"),
     "topk": ("topk", "candidates per depth"),
-    "shape": ("shape", "tree, or chain for the most likely path only"),
+    "shape": ("shape", "tree, chain for the most likely path only, or seeded for that path and the best others"),
     "hit": ("oracle-hit", "oracle: chance to know each depth, e.g. 0.9 or 1,0.8,0.6"),
     "rank": ("oracle-rank", "oracle: the truth stands at a random rank below this"),
     "seed": ("drafter-seed", "oracle: seed of its chances"),

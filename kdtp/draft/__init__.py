@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from kdtp.config import DrafterConfig
 from kdtp.draft.base import Ask, Drafter, Kept
+from kdtp.draft.both import Both
 from kdtp.draft.dflash.drafter import DFlashDrafter, Network
 from kdtp.draft.ngram import Ngram
 from kdtp.draft.none import Nothing
@@ -25,9 +26,10 @@ def make(
         from kdtp.draft.oracle import Oracle  # torch: only where it is needed
 
         return Oracle(config, golden, vocab_size)
-    if config.name == "dflash":
+    if config.network:
         assert network is not None, "a network that is nowhere"
-        return DFlashDrafter(network)
+        drafter = DFlashDrafter(network)
+        return Both(drafter, Ngram(config)) if config.name == "dflash+ngram" else drafter
     if config.name == "ngram":
         return Ngram(config)
     assert config.name == "none", config.name

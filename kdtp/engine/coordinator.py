@@ -175,7 +175,7 @@ class Coordinator:
         root = turn.request.tokens[-1]
         if proposal is None:
             return Tree((root,), (ROOT,))
-        build = tree.chain if self.config.drafter.shape == "chain" else tree.build
+        build = tree.BUILDS[self.config.drafter.shape]
         return build(proposal, root, self._width(turn), self._room(turn.request))
 
     def _chunk(self, turn: Turn) -> SeqRows:

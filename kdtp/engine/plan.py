@@ -72,7 +72,7 @@ def plan(config: EngineConfig) -> Plan:
         raise ConfigError(
             f"drafter = 'oracle': {model.path.name} holds no golden tokens to know; must be none, ngram or dflash"
         )
-    if config.drafter.name == "dflash":
+    if config.drafter.network:
         config = dataclasses.replace(config, drafter=_drafter(config, model.config))
     kv_tokens = config.pages(model.config) * PAGE_ROWS
     resolved = dataclasses.replace(config, model=str(model.path), kv_tokens=kv_tokens)

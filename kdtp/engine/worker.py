@@ -178,7 +178,7 @@ class Worker:
 
 
 def _part(config: DrafterConfig, shard: Shard) -> Part | None:
-    if config.name != "dflash":
+    if not config.network:
         return None
     from kdtp.draft.dflash.part import Part
 

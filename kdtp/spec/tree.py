@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from kdtp.proposals import Conditionals, Marginals, Proposal, Trie
+from kdtp.proposals import Conditionals, Marginals, Merged, Proposal, Trie
 from kdtp.types import ROOT, SeqRows, Tree
 
 
@@ -31,6 +31,7 @@ class _Ranked(NamedTuple):
 
 
 _NONE = _Ranked((), (), ())
+_Pair = tuple[int | None, int | None]
 _States = Callable[[int], _Ranked]  # what follows in a state: a depth, a candidate, a node; 0 is the root's
 
 
@@ -49,6 +50,14 @@ def chain(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
     return _best_first(_states(proposal, 1), root, budget, max_depth)
 
 
+def seeded(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
+    """The nodes of `chain` first, then the best of the others, as `build` takes them."""
+    return _best_first(_states(proposal, None), root, budget, max_depth, spine=min(budget, max_depth))
+
+
+BUILDS = {"tree": build, "chain": chain, "seeded": seeded}
+
+
 def scores(proposal: Proposal, grown: Tree | SeqRows) -> list[float]:
     """Log-probability of each node's path under the drafter, by which `build` took it; the root's is 0.
 
@@ -63,25 +72,40 @@ def scores(proposal: Proposal, grown: Tree | SeqRows) -> list[float]:
     return [0.0 - cost for cost in costs]
 
 
-def _best_first(states: _States, root: int, budget: int, max_depth: int) -> Tree:
+def _best_first(states: _States, root: int, budget: int, max_depth: int, spine: int = 0) -> Tree:
+    """spine: how many nodes of the most likely path come first, whatever their score."""
     tokens, parents, costs = [root], [ROOT], [0.0]
     heap: list[tuple[float, int, int, int, _Ranked]] = []  # its tuples sort in the total order
 
+    def score(parent: int, rank: int, group: _Ranked) -> float:
+        # Rounding the double sum of two float32 to float32 is the float32 sum.
+        return ctypes.c_float(costs[parent] + group.cost[rank]).value if rank < len(group.cost) else math.inf
+
     def push(depth: int, parent: int, rank: int, group: _Ranked) -> None:
-        if depth <= max_depth and rank < len(group.cost):
-            # Rounding the double sum of two float32 to float32 is the float32 sum.
-            cost = ctypes.c_float(costs[parent] + group.cost[rank]).value
-            if cost < math.inf:
-                heappush(heap, (cost, depth, parent, rank, group))
+        cost = score(parent, rank, group)
+        if depth <= max_depth and cost < math.inf:
+            heappush(heap, (cost, depth, parent, rank, group))
+
+    def take(cost: float, parent: int, rank: int, group: _Ranked) -> None:
+        tokens.append(group.ids[rank])
+        parents.append(parent)
+        costs.append(cost)
+
+    state = 0
+    while len(tokens) <= spine and (cost := score(len(tokens) - 1, 0, states(state))) < math.inf:
+        group = states(state)
+        take(cost, len(tokens) - 1, 0, group)
+        state = group.below[0]
+    spine = len(tokens) - 1
 
     push(1, 0, 0, states(0))
     while heap and len(tokens) <= budget:
         cost, depth, parent, rank, group = heappop(heap)
-        tokens.append(group.ids[rank])
-        parents.append(parent)
-        costs.append(cost)
+        node = depth if rank == 0 and parent < spine else len(tokens)  # node d of the spine is at depth d
+        if node == len(tokens):
+            take(cost, parent, rank, group)
         push(depth, parent, rank + 1, group)
-        push(depth + 1, len(tokens) - 1, 0, states(group.below[rank]))
+        push(depth + 1, node, 0, states(group.below[rank]))
     return Tree(tuple(tokens), tuple(parents))
 
 
@@ -93,6 +117,8 @@ def _states(proposal: Proposal, width: int | None) -> _States:
             return _of_conditionals(proposal, width)
         case Trie():
             return _of_trie(proposal, width)
+        case Merged():
+            return _of_merged(proposal, width)
 
 
 def _of_marginals(proposal: Marginals, width: int | None) -> _States:
@@ -137,6 +163,32 @@ def _of_trie(proposal: Trie, width: int | None) -> _States:
         # Sorted when the tree gets there: it visits few of a large trie's nodes.
         found = [(max(-lp[i], 0.0), tokens[i], i + 1) for i in children[node] if -math.inf < lp[i] < math.inf]
         return _sorted(found, width)
+
+    return group
+
+
+def _of_merged(proposal: Merged, width: int | None) -> _States:
+    """A state is a pair of states of the two; None where one has nothing to say any more."""
+    both = _states(proposal.network, None), _states(proposal.lookup, None)
+    pairs: list[_Pair] = [(0, 0)]
+    number: dict[_Pair, int] = {(0, 0): 0}
+
+    def after(below: list[int | None]) -> int:
+        pair = below[0], below[1]
+        if pair not in number:
+            number[pair] = len(pairs)
+            pairs.append(pair)
+        return number[pair]
+
+    def group(state: int) -> _Ranked:
+        costs: dict[int, float] = {}
+        below: dict[int, list[int | None]] = {}
+        for side, (states, own) in enumerate(zip(both, pairs[state], strict=True)):
+            found = _NONE if own is None else states(own)
+            for cost, token, following in zip(found.cost, found.ids, found.below, strict=False):
+                costs[token] = min(cost, costs.get(token, math.inf))
+                below.setdefault(token, [None, None])[side] = following
+        return _sorted([(cost, token, after(below[token])) for token, cost in costs.items()], width)
 
     return group
 
