@@ -45,6 +45,7 @@ class Graphs:
         inputs, found, graph = self._captured[shape]
         for buffer, values in zip(inputs, self._network.gather(blocks, *shape), strict=True):
             buffer.copy_(values, non_blocking=True)
+        self._network.comm.note("replay of a draft", shape)
         graph.replay()
         return Drafted(found.lp[: len(blocks)], found.ids[: len(blocks)])
 

@@ -74,7 +74,7 @@ class DFlash:
     def __init__(
         self, folder: Path, config: DFlashConfig, target: TargetPart, comm: Comm, rows: int, poison: bool = False
     ) -> None:
-        self.config, self._target, self._comm = config, target, comm
+        self.config, self._target, self.comm = config, target, comm
         dtype, device = target.embed.dtype, target.embed.device
         self.device = device
         with Weights(folder, config, comm.rank, comm.size, dtype, device) as weights:
@@ -100,8 +100,8 @@ class DFlash:
         its dtype; positions, rows int64 [N].
         """
         width = self._fc.shape[0]
-        part = features[:, self._comm.rank * width : (self._comm.rank + 1) * width]
-        context = self._context_norm(self._comm.all_reduce(kernels.linear(part, self._fc)))
+        part = features[:, self.comm.rank * width : (self.comm.rank + 1) * width]
+        context = self._context_norm(self.comm.all_reduce(kernels.linear(part, self._fc)))
         angles = self._angles(positions)
         for layer_, kept in zip(self._layers, self._context, strict=True):
             kept[:, rows] = layer_.attention.keys_values(context, angles)
@@ -131,7 +131,7 @@ class DFlash:
         config, batch = self.config, len(asked.roots)
         hidden = self._hidden(asked)[:, 1:].flatten(0, 1)
         top = self.candidates(k)
-        found = best(self._logits(hidden), top, self._target.first, self._comm)
+        found = best(self._logits(hidden), top, self._target.first, self.comm)
         ids = found.ids.view(batch, config.block_size - 1, top)
         if self._selector is None:
             return Drafted(log_probabilities(found).view(ids.shape), ids)
@@ -147,7 +147,7 @@ class DFlash:
         roots, starts, table = asked
         ids = torch.full((len(roots), n), config.mask_token_id, device=self.device)
         ids[:, 0] = roots
-        x = self._comm.all_reduce(kernels.embedding(ids.flatten(), self._target.embed, self._target.first))
+        x = self.comm.all_reduce(kernels.embedding(ids.flatten(), self._target.embed, self._target.first))
         x = x * config.input_embedding_scale
         angles = self._angles((starts[:, None] + torch.arange(n, device=self.device)).flatten())
         kinds = list(zip(config.windows, config.causal, strict=True))

@@ -34,11 +34,13 @@ def best(logits: torch.Tensor, k: int, first: int, comm: Comm) -> Best:
     _, ids = kernels.topk_logsumexp(logits, width)
     values = functional.pad(logits.gather(1, ids), (0, k - width), value=-torch.inf)
     ids = functional.pad(ids + first, (0, k - width))
+    # One collective for all: float32 holds ids of up to 2^24 exactly, and there are no more.
+    own = torch.cat([values, ids.float(), logits.logsumexp(1, keepdim=True)], 1)
+    found = comm.all_gather(own).transpose(0, 1)  # [R, ranks, 2 k + 1]
     # Ranks hold ascending ids, so a stable sort of their lists in rank order leaves the lower of equals first.
-    values, ids = (comm.all_gather(part).transpose(0, 1).flatten(1) for part in (values, ids))
-    log_z = comm.all_gather(logits.logsumexp(1, keepdim=True)).logsumexp(0)
+    values, ids = found[..., :k].flatten(1), found[..., k:-1].flatten(1).long()
     order = values.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    return Best(values.gather(1, order), ids.gather(1, order), log_z)
+    return Best(values.gather(1, order), ids.gather(1, order), found[..., -1].logsumexp(1, keepdim=True))
 
 
 def log_probabilities(found: Best) -> torch.Tensor:
