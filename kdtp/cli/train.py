@@ -22,7 +22,11 @@ _CHANGES = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="target|drafter")
-    _add(kinds.add_parser("target", help="a small MLA + MoE model in the published layout, with experts in INT4"))
+    target = kinds.add_parser("target", help="a small MLA + MoE model in the published layout, with experts in INT4")
+    target.add_argument(
+        "--dropout", type=float, help="of the embedding and of what a layer adds (default: by the recipe)"
+    )
+    _add(target)
     drafter = kinds.add_parser("drafter", help="a DFlash drafter for such a target")
     drafter.add_argument("--target", type=Path, required=True, metavar="DIR", help="the target's folder")
     drafter.add_argument("--version", type=int, choices=(1, 2), default=2, help="of DFlash (default 2)")
@@ -59,7 +63,7 @@ def run(chosen: argparse.Namespace) -> int:
     _want(0 <= chosen.minutes < 1e6, "minutes", chosen.minutes, "at least 0")
     _want(0 <= chosen.seed < 1 << 31, "seed", chosen.seed, f"0..{(1 << 31) - 1}")
     is_target = chosen.kind == "target"
-    names = [*_CHANGES, *(() if is_target else ("samples",))]
+    names = (*_CHANGES, "dropout" if is_target else "samples")
     changes: dict[str, Any] = {name: value for name in names if (value := getattr(chosen, name)) is not None}
     default = "target.json" if is_target else f"drafter-v{chosen.version}.json"
     options = training.Options(

@@ -45,7 +45,7 @@ def _smooth(losses: tuple[float, ...]) -> list[float]:
 
 def write(path: Path, title: str, about: str, facts: Mapping[str, Any], command: str) -> None:
     """MODEL_CARD.md: what the network is, `facts` of its training, licence, how to make it again."""
-    facts = {**facts, "Python": platform.python_version()}
+    facts = {**facts, "run with": f"Python {platform.python_version()}"}
     lines = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     path.write_text(
         f"""# {title}

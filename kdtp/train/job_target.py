@@ -72,7 +72,7 @@ class TargetJob:
             gate.rebalance(self._train.balance)
 
     def evaluate(self) -> dict[str, float]:
-        """loss: nats per token."""
+        """loss: nats per token. busiest_expert: of all layers, how often it is chosen, in parts of the mean."""
         parts = zip(*(torch.split(part, self._train.batch) for part in self._held_out), strict=True)
         losses = [(self._loss(tokens, after), len(tokens)) for tokens, after in parts]
         loss = float(sum(loss * count for loss, count in losses)) / sum(count for _, count in losses)
@@ -80,6 +80,7 @@ class TargetJob:
             "loss": loss,
             "perplexity": math.exp(min(loss, 50.0)),
             "bits_per_byte": loss / math.log(2) / self._bytes_per_token,
+            "busiest_expert": max(float(gate.load.max() / gate.load.mean()) for gate in self._target.gates),
         }
 
     def _loss(self, tokens: Tensor, after: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ def _finish(options: Options, loop: Loop, screen: Screen, title: str, about: str
 def _text_facts(text: corpus.Corpus, ids: NDArray[np.uint16], held_out: NDArray[np.uint16]) -> dict[str, Any]:
     modules = sorted({document.module for document in text.held_out})
     return {
-        "text": f"Python's standard library, {len(text.documents)} files",
+        "text": f"Python's standard library, {len(text.documents)} files of {text.root.name}",
         "tokens": f"{len(ids):,} to train on, {len(held_out):,} held out",
         "held-out modules": ", ".join(modules),
     }
