@@ -80,7 +80,9 @@ class TargetJob:
             "loss": loss,
             "perplexity": math.exp(min(loss, 50.0)),
             "bits_per_byte": loss / math.log(2) / self._bytes_per_token,
-            "busiest_expert": max(float(gate.load.max() / gate.load.mean()) for gate in self._target.gates),
+            "busiest_expert": max(
+                (float(gate.load.max() / gate.load.mean()) for gate in self._target.gates), default=1.0
+            ),
         }
 
     def _loss(self, tokens: Tensor, after: Tensor) -> Tensor:
