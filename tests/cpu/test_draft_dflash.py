@@ -1,8 +1,10 @@
 """draft.dflash against reference.dflash, for every flag; contexts grown in any way; any number of ranks and blocks."""
 
+import contextlib
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from compare import assert_close, assert_same_bits
 from model_cases import ThreadComm
 
 from kdtp.draft.dflash import config as configs
+from kdtp.draft.dflash import graphs
 from kdtp.draft.dflash.network import Block, DFlash, TargetPart
 from kdtp.draft.dflash.select import best, log_probabilities
 from kdtp.model.comm import Solo
@@ -46,7 +49,7 @@ def features_of(reference, length, seed=1):
 
 def absorb(net, features, rows, start=0, step=None):
     """Rows start.. of a text, at most `step` at a time."""
-    step = step or len(features)
+    step = step or max(1, len(features))
     for first in range(start, len(features), step):
         part = slice(first, min(first + step, len(features)))
         net.absorb(torch.from_numpy(features[part]), torch.arange(part.start, part.stop), rows[part])
@@ -217,3 +220,41 @@ def test_a_window_bounds_what_every_layer_reads(tmp_path):
     assert_proposal(draft(net, features, 5), wanted(other, features, 5))
     net._context[:, :, : 30 - 8] = torch.nan  # older rows are not even read
     assert_proposal(net.draft([Block(5, torch.arange(30))], K).proposals()[0], wanted(other, features, 5))
+
+
+class Replayed:
+    """Stands for a CUDA graph: computes again what was captured, into the same places."""
+
+    graphs: graphs.Graphs
+
+    def replay(self):
+        inputs, found, _ = next(entry for entry in self.graphs._captured.values() if entry[2] is self)
+        with torch.inference_mode():
+            for place, values in zip(found, self.graphs._network.forward(inputs, K), strict=True):
+                place.copy_(values)
+
+
+@pytest.mark.parametrize("name", ["v1", "v2"])
+def test_graphs_are_given_what_they_were_captured_for(name, tmp_path, monkeypatch):
+    """Shapes, padding and buffers; that a replay gives the bits of its kernels is tested on a GPU."""
+    nothing = contextlib.nullcontext
+    for call in ("Stream", "stream", "graph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, call, lambda *a, **k: nothing(SimpleNamespace(wait_stream=lambda other: None)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(graphs, "SHORTEST", 16)
+    folder, reference = folder_of(name, tmp_path)
+    net = network(folder, reference)
+    made = Replayed.graphs = graphs.Graphs(net, K)
+    made.capture_usual(4)
+    assert list(made._captured) == [(1, 16), (2, 16), (4, 16)]
+    for lengths in ((11, 3, 0), (30,), (16, 1), (3,)):
+        rows = list(torch.randperm(ROWS)[: sum(lengths)].split(list(lengths)))
+        for length, own in zip(lengths, rows, strict=True):
+            absorb(net, features_of(reference, length), own)
+        blocks = [Block(7 + i, own) for i, own in enumerate(rows)]
+        for got, want in zip(made.run(blocks).proposals(), net.draft(blocks, K).proposals(), strict=True):
+            assert_close(got.lp, want.lp, atol=1e-5)
+            assert torch.equal(got.ids, want.ids)
+    assert (1, 32) in made._captured and len(made._captured) == 4

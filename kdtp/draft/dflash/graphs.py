@@ -36,6 +36,7 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[_Shape, tuple[Asked, Drafted, torch.cuda.CUDAGraph]] = {}
 
+    @torch.inference_mode()
     def run(self, blocks: Sequence[Block]) -> Drafted:
         """Candidates for each block."""
         longest = max(len(block.rows) for block in blocks)
