@@ -1,12 +1,15 @@
-"""One logger for all processes: a line says when, which role and process, and what."""
+"""One logger for all processes: a line says when, which role and process, and what; as text, or as a JSON object."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
 import os
 import sys
 
 LEVELS = ("debug", "info", "warning", "error")
+FORMS = ("text", "json")
 logger = logging.getLogger("kdtp")
 
 
@@ -18,13 +21,40 @@ class _Escaping(logging.Formatter):
         return super().formatMessage(record)
 
 
-def setup(role: str, level: str = "info") -> None:
+class _Json(logging.Formatter):
+    """time: seconds since 1970; level, role, pid, message; error: a traceback, where there is one."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {"time": round(record.created, 3), "level": record.levelname.lower(), "role": self._role}
+        fields |= {"pid": os.getpid(), "message": record.getMessage()}
+        if record.exc_info:
+            fields["error"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add how much is logged, and how."""
+    parser.add_argument("--log-level", default="info", choices=LEVELS)
+    parser.add_argument("--log-format", default="text", choices=FORMS, help="json: an object a line (default text)")
+
+
+def setup(role: str, level: str = "info", form: str = "text") -> None:
     """Send the log to stderr with `role` in every line, e.g. "worker tp=1"."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Escaping(f"%(asctime)s %(levelname).1s ({role} pid={os.getpid()}) %(message)s"))
+    text = _Escaping(f"%(asctime)s %(levelname).1s ({role} pid={os.getpid()}) %(message)s")
+    handler.setFormatter(_Json(role) if form == "json" else text)
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def form() -> str:
+    """How this process logs, for one that it starts."""
+    return "json" if any(isinstance(handler.formatter, _Json) for handler in logger.handlers) else "text"
 
 
 def amount(nbytes: float) -> str:

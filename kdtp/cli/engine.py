@@ -21,12 +21,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     parser.add_argument("--run-dir", type=Path, help="private folder for sockets (default: a new one)")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input is closed")
-    parser.add_argument("--log-level", default="info", choices=log.LEVELS)
+    log.add_flags(parser)
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Run until told to end (SIGTERM, Ctrl-C, RPC shutdown: code 0) or broken (code 70)."""
-    log.setup("launcher", chosen.log_level)
+    log.setup("launcher", chosen.log_level, chosen.log_format)
     checked = plan(engine_config(chosen))
     config = checked.config
     for note in checked.notes:
@@ -47,7 +47,7 @@ def run(chosen: argparse.Namespace) -> int:
     from launcher.group import Group
 
     def command(role: str, *arguments: str) -> tuple[str, ...]:
-        place = ("--run-dir", str(folder), "--log-level", chosen.log_level)
+        place = ("--run-dir", str(folder), "--log-level", chosen.log_level, "--log-format", chosen.log_format)
         return ("-m", "kdtp.engine.start", str(os.getpid()), role, *place, *arguments)
 
     lead = command("host", "--config", json.dumps(config.mapping()))

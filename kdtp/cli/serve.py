@@ -22,6 +22,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (default 8000)")
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="in the Host header, beside the address (a server for this machine alone takes no other)",
+    )
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys that clients must show, one a line")
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the name of the model's folder or file")
     parser.add_argument(
@@ -40,25 +47,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart-window", type=float, default=300.0, metavar="SECONDS", help="for --max-restarts (default 300)"
     )
-    parser.add_argument("--log-level", default="info", choices=log.LEVELS)
+    parser.add_argument(
+        "--generation-config",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="sampling defaults of the model's generation_config.json (default on)",
+    )
+    log.add_flags(parser)
     add_engine_flags(parser)
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Serve until told to end (SIGTERM, Ctrl-C: code 0) or until the engine has died too often (code 70)."""
     try:
+        from kdtp.server import defaults
         from kdtp.server.app import Options
         from kdtp.server.prompts import Model
-        from kdtp.server.run import Settings, bind, serve
+        from kdtp.server.run import Settings, bind, is_loopback, serve
     except ModuleNotFoundError as error:
         raise ValueError(f"the package {error.name} is missing; pip install 'kdtp[serve]'") from None
-    log.setup("server", chosen.log_level)
+    log.setup("server", chosen.log_level, chosen.log_format)
     _check(chosen)
     settings = Settings(
         _keys(chosen.api_key_file) if chosen.api_key_file else (),
         chosen.shutdown_timeout,
         chosen.max_restarts,
         chosen.restart_window,
+        tuple(name.lower() for name in chosen.allowed_host),
         Options(chosen.strict_params, chosen.keep_alive, chosen.api_key_file is not None),
     )
     bound = bind(chosen.host, chosen.port)  # a taken port is told before anything is read
@@ -70,8 +85,11 @@ def run(chosen: argparse.Namespace) -> int:
     tokenizer = find_tokenizer(chosen, checked.config.model, checked.model.vocab_size, needed=True)
     assert tokenizer is not None
     name = chosen.served_model_name or Path(checked.config.model).stem
-    model = Model(name, checked, tokenizer, template.load(tokenizer))
-    if not settings.keys and not bound.getsockname()[0].startswith(("127.", "::1")):
+    usual = defaults.read(Path(checked.config.model)) if chosen.generation_config else {}
+    if usual:
+        logger.info("sampling by default: %s", ", ".join(f"{key} {value}" for key, value in usual.items()))
+    model = Model(name, checked, tokenizer, template.load(tokenizer), usual)
+    if not settings.keys and not is_loopback(bound.getsockname()[0]):
         logger.warning("anybody who reaches %s can use this server; give --api-key-file", bound.getsockname()[0])
     host = f"[{chosen.host}]" if ":" in chosen.host else chosen.host
     print(f"http://{host}:{bound.getsockname()[1]}", flush=True)

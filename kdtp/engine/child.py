@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+from kdtp import log
 from kdtp.engine import rundir
 from kdtp.engine.plan import Plan
 from kdtp.engine.rpc import EngineDead
@@ -23,7 +24,7 @@ class Child:
         settings.write_text(json.dumps(plan.config.mapping()))
         command = [sys.executable, "-m", "kdtp", "engine", "--config", str(settings), "--run-dir", str(self._folder)]
         self._process = subprocess.Popen(
-            [*command, "--end-with-stdin", "--log-level", "warning"],
+            [*command, "--end-with-stdin", "--log-level", "warning", "--log-format", log.form()],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

@@ -246,9 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kdtp.engine.host", description=main.__doc__)
     parser.add_argument("--run-dir", required=True, type=Path, help="private folder for the sockets")
     parser.add_argument("--config", required=True, help="EngineConfig as a JSON object")
-    parser.add_argument("--log-level", default="info", choices=log.LEVELS)
+    log.add_flags(parser)
     chosen = parser.parse_args(arguments)
-    log.setup("coordinator", chosen.log_level)
+    log.setup("coordinator", chosen.log_level, chosen.log_format)
     try:
         config = build(EngineConfig, msgspec.json.decode(chosen.config), "--config")
         host = Host(plan(config), rundir.check(chosen.run_dir))

@@ -272,12 +272,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The process of one rank, under the launcher or torchrun: python -m kdtp.engine.worker --run-dir DIR."""
     parser = argparse.ArgumentParser(prog="kdtp.engine.worker", description=main.__doc__)
     parser.add_argument("--run-dir", required=True, type=Path, help="the coordinator's run folder")
-    parser.add_argument("--log-level", default="info", choices=log.LEVELS)
+    log.add_flags(parser)
     chosen = parser.parse_args(arguments)
     folder = rundir.check(chosen.run_dir)
     rank, size = _environment("RANK"), _environment("WORLD_SIZE")
     guard.exit_on_any_exception()
-    log.setup(f"worker tp={rank}", chosen.log_level)
+    log.setup(f"worker tp={rank}", chosen.log_level, chosen.log_format)
     return run(folder, rank, size)
 
 

@@ -30,7 +30,8 @@ NOT_KEPT = (b"cache-control", b"no-cache")
 
 @dataclass(frozen=True)
 class Style:
-    """How the client wants it. ping: seconds of silence after which a stream says that it lives."""
+    """How the client wants it. ping: seconds of silence after which a stream says that it lives; grammar: the field
+    that asked for one, if there is one."""
 
     id: str
     model: str
@@ -38,6 +39,7 @@ class Style:
     stream: bool
     include_usage: bool
     ping: float
+    grammar: str = "response_format"
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -154,7 +156,7 @@ class Answer:
 
     def _grow(self, index: int, choice: Choice, event: Tokens | Finished | Failed | Refused) -> Grown:
         if isinstance(event, Failed | Refused):
-            raise of_terminal(event)
+            raise of_terminal(event, self._style.grammar)
         if isinstance(event, Finished):
             self._usages[index] = event.usage
             return choice.end(event.reason)

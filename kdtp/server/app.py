@@ -170,7 +170,10 @@ class Endpoint:
             raise ApiError(400, "stream_options: needs stream = true", "stream_options")
         usage = bool(body.stream_options and body.stream_options.include_usage)
         name = f"{form.prefix}-{request.state.id.removeprefix('req-')}"
-        style = Style(name, self._model.name, self._fingerprint, bool(body.stream), usage, self._options.keep_alive)
+        stream, ping = bool(body.stream), self._options.keep_alive
+        forced = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
+        grammar = "tools" if forced else "response_format"
+        style = Style(name, self._model.name, self._fingerprint, stream, usage, ping, grammar)
         return Answer(self._driver, asks, choices, body.n or 1, form, style)
 
     async def _body(self, request: Request, kind: type[B]) -> B:

@@ -120,6 +120,19 @@ class Tool(Struct):
     function: ToolFunction | None = None
 
 
+class NamedFunction(Struct, forbid_unknown_fields=True):
+    """Of tool_choice."""
+
+    name: str
+
+
+class NamedTool(Struct, forbid_unknown_fields=True):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class JsonSchema(Struct):
     """Of response_format."""
 
@@ -138,6 +151,8 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=1 << 16)]
 Tools = Annotated[list[Tool], Meta(max_length=1024)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+Effort = Annotated[str, Meta(max_length=32)]
 
 
 class ChatInput(Protocol):
@@ -147,6 +162,7 @@ class ChatInput(Protocol):
     tools: Any
     tool_choice: Any
     chat_template_kwargs: Any
+    reasoning_effort: Any
 
 
 class ChatBody(Sampling, kw_only=True):
@@ -154,8 +170,9 @@ class ChatBody(Sampling, kw_only=True):
 
     messages: Messages
     tools: Tools | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: Best | None = None
@@ -170,8 +187,9 @@ class TokenizeBody(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True):
@@ -186,7 +204,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1, 1.0), "prompt_logprobs": (),
     "functions": ([],), "function_call": ("none",), "parallel_tool_calls": (True,), "modalities": (["text"],),
     "audio": (), "prediction": (), "web_search_options": (), "store": (False,), "service_tier": ("auto", "default"),
-    "reasoning_effort": (), "verbosity": (), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "verbosity": (), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "chat_template": (), "documents": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "structured_outputs": (), "bad_words": ([],), "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (),

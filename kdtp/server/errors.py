@@ -10,7 +10,7 @@ from typing import Any
 from kdtp.messages import Failed, Refused
 
 # What the engine calls otherwise than the API does.
-_NAMES = {"stop_tokens": "stop_token_ids", "allowed_tokens": "allowed_token_ids", "grammar": "response_format"}
+_NAMES = {"stop_tokens": "stop_token_ids", "allowed_tokens": "allowed_token_ids"}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
@@ -50,10 +50,10 @@ def invalid(error: ValueError, param: str | None = None) -> ApiError:
     return ApiError(400, text, param or _NAMES.get(name or "", name))
 
 
-def of_terminal(event: Failed | Refused) -> ApiError:
-    """What a request is told that the engine did not serve."""
+def of_terminal(event: Failed | Refused, grammar: str) -> ApiError:
+    """What a request is told that the engine did not serve; grammar: the field that asked for one."""
     if isinstance(event, Refused):
         return busy(event.reason, event.retry_after)
     if event.code == "invalid":
-        return invalid(ValueError(event.message))
+        return invalid(ValueError(re.sub(r"^grammar\b", grammar, event.message)))
     return ApiError(503 if event.code == "shutdown" else 500, event.message, code=f"engine_{event.code}")

@@ -7,9 +7,10 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 from starlette.datastructures import Headers
@@ -24,6 +25,7 @@ from kdtp.server.errors import ApiError
 OPEN_TO_ALL = {"/health", *PAGE}
 MOST_BODY = 8 << 20  # bytes
 MOST_HEADERS = 100
+MOST_HEAD = 1 << 16  # bytes of request line and headers
 BODY_TIMEOUT = 60.0  # seconds
 _LABEL = 64  # characters of a client's own request id that are logged
 
@@ -34,10 +36,12 @@ def respond(error: ApiError) -> Response:
 
 
 class Gate:
-    """ASGI middleware. keys: those that open the door; none: it is open. active: requests that are being answered."""
+    """ASGI middleware. keys: those that open the door; none: it is open. hosts: names in the Host header; None: any.
+    active: requests that are being answered."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str] = (), hosts: Collection[str] | None = None) -> None:
         self._app = app
+        self._hosts = hosts
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
         self.active = 0
 
@@ -74,6 +78,14 @@ class Gate:
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if len(headers) > MOST_HEADERS:
             return ApiError(431, f"{len(headers)} headers: must be at most {MOST_HEADERS}")
+        size = len(path) + sum(len(name) + len(value) for name, value in headers.raw)
+        if size > MOST_HEAD:  # h11 looks at a head only while it is incomplete
+            return ApiError(431, f"headers of {size} bytes: must be at most {MOST_HEAD}")
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
+        if self._hosts is not None and "host" in headers and host not in self._hosts:
+            # A web page elsewhere may have its own name point to this machine, and so be let in by the browser.
+            legal = ", ".join(sorted(self._hosts))
+            return ApiError(403, f"Host: {host[:100]!r}: must be one of {legal} (--allowed-host)", code="invalid_host")
         if not self._digests or path in OPEN_TO_ALL:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")

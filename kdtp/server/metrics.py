@@ -12,6 +12,7 @@ from kdtp.server.journal import Job, Told
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_PER_ROUND = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)
 _COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 STATES = ("loading", "ready", "restarting", "draining", "dead")
 KIND = "text/plain; version=0.0.4; charset=utf-8"
@@ -54,6 +55,9 @@ class Metrics:
             "request_prompt_tokens": Histogram(_COUNTS),
             "request_generation_tokens": Histogram(_COUNTS),
             "request_params_max_tokens": Histogram(_COUNTS),
+            "request_prefill_time_seconds": Histogram(_SECONDS),
+            "request_decode_time_seconds": Histogram(_SECONDS),
+            "request_tokens_per_round": Histogram(_PER_ROUND),
         }
 
     def begun(self, job: Job) -> None:
@@ -89,6 +93,11 @@ class Metrics:
         self.counts["spec_decode_num_drafts"] += usage.drafted_by_depth[0] if usage.drafted_by_depth else 0
         self.counts["spec_decode_num_accepted_tokens"] += sum(usage.accepted_by_depth)
         self.accepted.update(dict(enumerate(usage.accepted_by_depth)))
+        prefill = usage.timings_ms.get("prefill", 0.0)
+        self.histograms["request_prefill_time_seconds"].add(prefill / 1e3)
+        self.histograms["request_decode_time_seconds"].add((sum(usage.timings_ms.values()) - prefill) / 1e3)
+        if usage.rounds:
+            self.histograms["request_tokens_per_round"].add(usage.committed / usage.rounds)
 
     def ended(self, job: Job, reason: str) -> None:
         """A job is over; "abort" if its client ended it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,10 +18,11 @@ from kdtp.server.bodies import (
     Message,
     ResponseFormat,
     Sampling,
-    Tool,
 )
 from kdtp.server.errors import ApiError, invalid
 from kdtp.server.journal import Extra
+from kdtp.server.tools import must_call, shown
+from kdtp.text import forced
 from kdtp.text.calls import AnswerParser, find_format, is_thinking
 from kdtp.text.files import TextError
 from kdtp.text.stream import check_stops
@@ -31,9 +32,12 @@ from kdtp.types import Grammar, SamplingParams
 
 TEMPERATURE = 1.0  # OpenAI's default
 COMPLETION_TOKENS = 16  # likewise
+EFFORT = "reasoning_effort"
+SWITCHES = ("thinking", "enable_thinking")  # variables of templates that turn thinking off
+MOST_GRAMMAR = 1 << 18  # characters
 # Fields that have the same name and meaning in SamplingParams.
 _ALIKE = (
-    *("min_tokens", "top_p", "top_k", "min_p", "ignore_eos", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "presence_penalty", "frequency_penalty"),
     "repetition_penalty",
 )
 
@@ -50,12 +54,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class Model:
-    """What is served, under which name. template: None if the model has none, then there is no chat."""
+    """What is served, under which name. template: None if the model has none, then there is no chat; defaults: of its
+    sampling, where a request does not say."""
 
     name: str
     plan: Plan
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    defaults: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def context(self) -> int:
@@ -74,18 +80,35 @@ class Model:
         """The prompt of a conversation."""
         if self.template is None:
             raise ApiError(400, f"messages: {self.name} has no chat template; use /v1/completions", "messages")
-        tools = _tools(body.tools, body.tool_choice)
+        tools = shown(body.tools, body.tool_choice)
         messages = [_message(f"messages[{i}]", m) for i, m in enumerate(body.messages)]
-        unknown = sorted(set(body.chat_template_kwargs or {}) - self.template.variables)
+        variables = self._variables(body)
+        unknown = sorted(set(variables) - self.template.variables)
         if unknown:
             known = ", ".join(sorted(self.template.variables)) or "none"
             text = f"chat_template_kwargs.{unknown[0][:64]}: the template reads no such variable; it reads {known}"
             raise ApiError(400, text, "chat_template_kwargs")
         try:
-            parts = self.template.render(messages, tools, variables=body.chat_template_kwargs)
+            parts = self.template.render(messages, tools, variables=variables)
             return tuple(self.tokenizer.encode_parts(parts))
         except TextError as error:
             raise ApiError(400, f"messages: {error}", "messages") from None
+
+    def _variables(self, body: ChatInput) -> dict[str, Any]:
+        """Of the template: those given, and what reasoning_effort means to it."""
+        given: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        effort = body.reasoning_effort
+        if effort is None:
+            return given
+        assert self.template is not None
+        if EFFORT in self.template.variables:
+            return {EFFORT: effort} | given
+        switch = next((name for name in SWITCHES if name in self.template.variables), None)
+        if effort != "none" or switch is None:
+            legal = "'none'" if switch else "absent: it has no thinking to set"
+            text = f"{EFFORT} = {effort!r}: the model's template reads no such thing; must be {legal}"
+            raise ApiError(400, text, EFFORT, "unsupported_parameter")
+        return {switch: False} | given
 
     def text_ids(self, text: str, begin: bool = True) -> tuple[int, ...]:
         """The prompt of a text to be continued."""
@@ -125,12 +148,28 @@ class Model:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if most is None:
             most = max(1, self._room() - len(prompt))
-        grammar = _grammar(body.response_format)
-        if grammar and (body.tools or is_thinking(self.tokenizer, prompt)):
-            text = "response_format: cannot be kept beside tools, nor where the answer begins with thinking"
-            raise ApiError(400, text, "response_format")
+        grammar = self._grammar(body, is_thinking(self.tokenizer, prompt))
         best = (body.top_logprobs or 0) if body.logprobs else None
         return self._asks([prompt], body, most, logprobs=best, grammar=grammar)
+
+    def _grammar(self, body: ChatBody, thinking: bool) -> Grammar | None:
+        """What the answer must match; behind its thinking, if it begins with that."""
+        called, schema = must_call(body.tools, body.tool_choice), _schema(body.response_format)
+        if schema is not None and body.tools and body.tool_choice != "none":
+            raise ApiError(400, "response_format: cannot be kept beside tools", "response_format")
+        if called is not None:
+            assert self.template is not None
+            form = find_format(self.tokenizer, self.template.source)
+            if form is None:
+                raise ApiError(400, f"tool_choice: {self.name} has no form of tool calls that is known", "tool_choice")
+            before = sum(len(message.tool_calls or ()) for message in body.messages)
+            text = forced.calls(self.tokenizer, form, called.functions, before, called.most, thinking)
+            return _limited("lark", text, "tools")
+        if schema is None:
+            return None
+        if thinking:
+            return _limited("lark", forced.after_thinking(self.tokenizer, schema), "response_format")
+        return _limited("json_schema", msgspec.json.encode(schema).decode(), "response_format")
 
     def asks_completion(self, body: CompletionBody) -> list[Ask]:
         """The choices that a completion request asks for: n for each prompt, in that order."""
@@ -165,11 +204,11 @@ class Model:
         return [Ask(prompt, each, ends, extra) for prompt in prompts for each in params]
 
     def _params(self, body: Sampling, most: int, seed: int, stops: frozenset[int], more: Mapping[str, Any]) -> Any:
-        given = {name: value for name in _ALIKE if (value := getattr(body, name)) is not None}
+        given: dict[str, Any] = {"temperature": TEMPERATURE, **self.defaults}
+        given |= {name: value for name in _ALIKE if (value := getattr(body, name)) is not None}
         try:
             return SamplingParams(
                 max_tokens=most,
-                temperature=TEMPERATURE if body.temperature is None else body.temperature,
                 seed=(seed + (1 << 63)) % (1 << 64) - (1 << 63),
                 stop_tokens=tuple(sorted(stops)),
                 logit_bias=_biases(body.logit_bias or {}, self.plan.model.vocab_size),
@@ -200,18 +239,22 @@ def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     return biases
 
 
-def _grammar(form: ResponseFormat | None) -> Grammar | None:
+def _schema(form: ResponseFormat | None) -> Mapping[str, Any] | None:
+    """What response_format asks for, if it is JSON."""
     if form is None or form.type == "text":
         return None
-    schema: Mapping[str, Any] | None = {"type": "object"}
-    if form.type == "json_schema":
-        schema = form.json_schema.schema if form.json_schema else None
-        if schema is None:
-            raise ApiError(400, "response_format.json_schema.schema: is missing", "response_format.json_schema")
-    try:
-        return Grammar("json_schema", msgspec.json.encode(schema).decode())
-    except ValueError as error:
-        raise ApiError(400, f"response_format: {error}", "response_format") from None
+    if form.type == "json_object":
+        return {"type": "object"}
+    schema = form.json_schema.schema if form.json_schema else None
+    if schema is None:
+        raise ApiError(400, "response_format.json_schema.schema: is missing", "response_format.json_schema")
+    return schema
+
+
+def _limited(kind: Literal["json_schema", "lark"], text: str, field: str) -> Grammar:
+    if len(text) > MOST_GRAMMAR:
+        raise ApiError(400, f"{field}: a grammar of {len(text)} characters: must be at most {MOST_GRAMMAR}", field)
+    return Grammar(kind, text)
 
 
 def _message(where: str, given: Message) -> dict[str, Any]:
@@ -238,18 +281,3 @@ def _text(where: str, given: Message) -> str:
             at = f"{where}.content[{i}]"
             raise ApiError(400, f"{at}.type = {part.type[:64]!r}: must be 'text', with a text", f"{at}.type")
     return "\n".join(part.text or "" for part in given.content)
-
-
-def _tools(given: Sequence[Tool] | None, choice: str | Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
-    if choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice: must be 'auto' or 'none'", "tool_choice", "unsupported_parameter")
-    for i, tool in enumerate(given or ()):
-        if tool.type != "function" or tool.function is None:
-            raise ApiError(400, f"tools[{i}].type = {tool.type[:64]!r}: must be 'function'", f"tools[{i}].type")
-    if not given or choice == "none":
-        return None
-    return [{"type": "function", "function": _filled(tool.function)} for tool in given]
-
-
-def _filled(struct: Any) -> dict[str, Any]:
-    return {key: value for key, value in msgspec.to_builtins(struct).items() if value is not None}

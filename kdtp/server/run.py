@@ -14,24 +14,26 @@ import uvicorn
 
 from kdtp.log import logger
 from kdtp.server.app import Endpoint, Options
+from kdtp.server.connection import Connection
 from kdtp.server.driver import Driver
-from kdtp.server.gate import Gate
+from kdtp.server.gate import MOST_HEAD, Gate
 from kdtp.server.prompts import Model
 
 EXIT_DEAD = 70  # as of an engine that broke
-_MOST_HEAD = 1 << 16  # bytes of request line and headers
 _LAST_WORDS = 2.0  # seconds for the last answers to leave
 
 
 @dataclass(frozen=True)
 class Settings:
     """keys: of the API; shutdown_timeout: seconds for open requests after SIGTERM; most_restarts within
-    restart_window seconds before the service gives up."""
+    restart_window seconds before the service gives up; hosts: names that requests may call this server by, beside its
+    address."""
 
     keys: Sequence[str] = ()
     shutdown_timeout: float = 30.0
     most_restarts: int = 3
     restart_window: float = 300.0
+    hosts: Sequence[str] = ()
     options: Options = field(default_factory=Options)
 
 
@@ -67,7 +69,7 @@ async def serve(bound: socket.socket, model: Model, settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told)
     driver = Driver(model.plan, settings.most_restarts, settings.restart_window, ended.set)
-    gate = Gate(Endpoint(model, driver, settings.options).app(), settings.keys)
+    gate = Gate(Endpoint(model, driver, settings.options).app(), settings.keys, _hosts(bound, settings))
     http = _Uvicorn(_config(gate))
     driver.start()
     serving = asyncio.create_task(http.serve(sockets=[bound]))
@@ -85,10 +87,24 @@ async def serve(bound: socket.socket, model: Model, settings: Settings) -> int:
     return EXIT_DEAD if dead or driver.health.state == "dead" else 0
 
 
+def _hosts(bound: socket.socket, settings: Settings) -> frozenset[str] | None:
+    """The names by which a server for this machine alone may be called; None: any, for one that others reach."""
+    address = bound.getsockname()[0]
+    if not is_loopback(address) and not settings.hosts:
+        return None
+    own = f"[{address}]" if ":" in address else address
+    return frozenset({"localhost", "127.0.0.1", "[::1]", own, *settings.hosts})
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches it."""
+    return address == "::1" or address.startswith("127.")
+
+
 def _config(gate: Gate) -> uvicorn.Config:
     return uvicorn.Config(
         gate,
-        http="h11",  # its limit of a head holds; httptools has none
+        http=Connection,  # by h11, whose limit of a head holds; httptools has none
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -96,7 +112,7 @@ def _config(gate: Gate) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        h11_max_incomplete_event_size=_MOST_HEAD,
+        h11_max_incomplete_event_size=MOST_HEAD,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
     )

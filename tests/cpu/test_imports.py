@@ -76,7 +76,7 @@ THIRD_PARTY = {  # what the rooms that must stand alone may use beside the stand
     "kdtp.spec": ("torch",),
     "kdtp.grammar": ("llguidance",),
     "kdtp.text": ("tokenizers", "tiktoken", "jinja2"),
-    "kdtp.server": ("msgspec", "starlette", "uvicorn"),
+    "kdtp.server": ("msgspec", "starlette", "uvicorn", "h11"),
     "kdtp.client": ("msgspec",),
     "kdtp.bench": ("matplotlib",),
     "launcher": ("torch",),

@@ -26,6 +26,19 @@ GOLDEN = plan(EngineConfig(str(TINY))).golden
 assert GOLDEN is not None
 TOKENIZER = load(TEXT)
 GOLDEN_TEXT = TOKENIZER.decode(GOLDEN.tokens)
+BROKEN_TOOL = {"type": "function", "function": {"name": "x", "parameters": {"type": "nonsense"}}}
+CITY = {
+    "type": "function",
+    "function": {
+        "name": "city",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"enum": ["Rom", "Bonn"]}},
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    },
+}
 TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
@@ -189,6 +202,52 @@ def test_tools_are_shown_to_the_model(ready, client):
     assert len(ids) == tools.usage.prompt_tokens
 
 
+def called(done, stream: bool) -> tuple[list[tuple[str, str]], str, str]:
+    """(name, arguments) of each call, the content, and why it ended."""
+    if not stream:
+        message = done.choices[0].message
+        calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
+        return calls, message.content or "", done.choices[0].finish_reason
+    calls, content, reason = [], "", ""
+    for chunk in done:
+        delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason or reason
+        content += delta.content or ""
+        for call in delta.tool_calls or ():
+            if call.index == len(calls):
+                calls.append((call.function.name, ""))
+            calls[call.index] = calls[call.index][0], calls[call.index][1] + call.function.arguments
+    return calls, content, reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_must_be_called_is_called(client, stream):
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": nothing}}, CITY]
+    given = {"model": "tiny", "messages": ASKED, "tools": tools, "seed": 3, "max_tokens": 400, "stream": stream}
+    spaces = {str(TOKENIZER.encode(c)[0]): -100 for c in "\t\n\r "}
+    for choice in ("required", {"type": "function", "function": {"name": "city"}}):
+        done = client.chat.completions.create(**given, tool_choice=choice, logit_bias=spaces)
+        calls, content, reason = called(done, stream)
+        assert reason == "tool_calls" and not content.strip() and 1 <= len(calls) <= 16
+        assert choice == "required" or [name for name, _ in calls] == ["city"]
+        for name, text in calls:
+            assert json.loads(text) in ([{}] if name == "look" else [{"name": "Rom"}, {"name": "Bonn"}])
+
+
+def test_a_json_schema_is_kept_after_thinking(client):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY["function"]["parameters"]}}
+    liked = {str(TOKENIZER.controls["</think>"]): 100} | {str(TOKENIZER.encode(c)[0]): -100 for c in "\t\n\r "}
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=ASKED,
+        response_format=form,
+        max_tokens=60,
+        logit_bias=liked,
+        extra_body={"chat_template_kwargs": {"thinking": True}},
+    ).choices[0]
+    assert answer.finish_reason == "stop" and json.loads(answer.message.content)["name"] in ("Rom", "Bonn")
+
+
 def test_a_json_schema_is_kept(client):
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -252,6 +311,18 @@ def test_tokenize_and_back(ready):
         ),
         ("/v1/chat/completions", {"messages": ASKED, "tools": [{"type": "custom"}]}, "tools[0].type"),
         ("/v1/chat/completions", {"messages": ASKED, "tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {"messages": ASKED, "tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        (
+            "/v1/chat/completions",
+            {"messages": ASKED, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "leap"}}},
+            "tool_choice",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": ASKED, "tools": [BROKEN_TOOL], "tool_choice": "required"},
+            "tools",
+        ),
+        ("/v1/chat/completions", {"messages": ASKED, "reasoning_effort": "high"}, "reasoning_effort"),
         ("/v1/chat/completions", {"messages": ASKED, "top_logprobs": 2}, "top_logprobs"),
         ("/v1/chat/completions", {"messages": ASKED, "functions": [{}]}, "functions"),
         ("/v1/chat/completions", {"messages": ASKED, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -344,7 +415,9 @@ def test_the_door(ready):
 
 
 def test_limits_of_heads_and_bodies(ready):
-    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    head = (
+        f"POST /tokenize HTTP/1.1\r\nHost: [::1]\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    )
     assert b"431" in ready.raw(head.encode() + b"".join(b"X-%d: y\r\n" % i for i in range(200)) + b"\r\n")
     assert ready.raw(head.encode() + b"X: " + b"y" * (1 << 20) + b"\r\n\r\n").split(b" ")[1:2] in ([b"400"], [])
     chunked = head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + (b"100000\r\n" + b"x" * (1 << 20) + b"\r\n") * 9
@@ -365,7 +438,7 @@ def test_the_context_to_the_last_position(client):
 def test_who_leaves_ends_his_request(ready, stream):
     body = {"prompt": [1, 2, 3], "max_tokens": 490, "ignore_eos": True, "stream": stream, "n": 4, "speculate": False}
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", ready.port), timeout=20) as connection:
         connection.sendall(head.encode() + data)

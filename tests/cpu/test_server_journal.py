@@ -180,7 +180,7 @@ def test_a_job_that_engines_may_die_of_ends_before_the_service_does():
     ],
 )
 def test_ends_as_errors(event, status, param):
-    error = of_terminal(event)
+    error = of_terminal(event, "response_format")
     assert (error.status, error.param) == (status, param) and set(error.body()) == {"error"}
     assert error.headers == ({"Retry-After": "3"} if isinstance(event, Refused) else {})
     assert invalid(ValueError("no name here")).param is None

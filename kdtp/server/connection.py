@@ -1,0 +1,73 @@
+"""A client's connection: uvicorn's, with a bound on how many there are and on how long one may say nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kdtp.log import logger
+from kdtp.server.errors import ApiError, busy
+
+HEAD_TIMEOUT = 15.0  # seconds for the request line and headers, from the first moment that they are waited for
+MOST_CONNECTIONS = 2048
+
+
+class Connection(H11Protocol):
+    """One connection. Between two requests it may be idle as long as uvicorn's keep-alive says."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take it, unless there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            logger.warning("%d connections: one more is refused", MOST_CONNECTIONS)
+            self._refuse(busy(f"there are {MOST_CONNECTIONS} connections already", 1.0))
+        else:
+            self._deadline = self.loop.call_later(HEAD_TIMEOUT, self._late)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; a head that has begun must come to its end."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._deadline is None and not self.transport.is_closing():
+            self._deadline = self.loop.call_later(HEAD_TIMEOUT, self._late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is over."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """As all errors look."""
+        self._refuse(ApiError(400, "this is no HTTP/1.1 request, or its headers are too long", code="bad_http"))
+
+    def _late(self) -> None:
+        self._deadline = None
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self._refuse(ApiError(408, f"the headers did not come within {HEAD_TIMEOUT:.0f} s", code="timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Say why, unless an answer is under way, and close."""
+        if self.cycle is None or self.cycle.response_complete:
+            body = msgspec.json.encode(error.body())
+            status = f"{error.status} {HTTPStatus(error.status).phrase}"
+            fields = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
+            head = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in {**fields, **error.headers}.items())]
+            self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
+        self.transport.close()
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

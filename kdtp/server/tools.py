@@ -1,0 +1,55 @@
+"""Tools of a chat: which the model is shown, and which it must call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kdtp.server.bodies import NamedTool, Tool
+from kdtp.server.errors import ApiError
+from kdtp.text.forced import MOST_CALLS
+
+Choice = str | NamedTool | None
+Function = Mapping[str, Any]
+
+
+class Must(NamedTuple):
+    """Which functions are to be called, and how often at most."""
+
+    functions: Sequence[Function]
+    most: int
+
+
+def shown(given: Sequence[Tool] | None, choice: Choice) -> list[dict[str, Any]] | None:
+    """As chat templates read them; None where the model is to see none."""
+    functions = _functions(given)
+    return [{"type": "function", "function": f} for f in functions] if functions and choice != "none" else None
+
+
+def must_call(given: Sequence[Tool] | None, choice: Choice) -> Must | None:
+    """What the answer must be made of, if tool_choice says so."""
+    if choice in (None, "none", "auto"):
+        return None
+    functions = _functions(given)
+    if not functions:
+        raise ApiError(400, "tool_choice: needs tools", "tool_choice")
+    if not isinstance(choice, NamedTool):
+        return Must(functions, MOST_CALLS)
+    name = choice.function.name
+    named = [f for f in functions if f["name"] == name]
+    if not named:
+        raise ApiError(400, f"tool_choice.function.name = {name[:64]!r}: is none of the tools", "tool_choice")
+    return Must(named[:1], 1)
+
+
+def _functions(given: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    for i, tool in enumerate(given or ()):
+        if tool.type != "function" or tool.function is None:
+            raise ApiError(400, f"tools[{i}].type = {tool.type[:64]!r}: must be 'function'", f"tools[{i}].type")
+    return [_filled(tool.function) for tool in given or ()]
+
+
+def _filled(struct: Any) -> dict[str, Any]:
+    return {key: value for key, value in msgspec.to_builtins(struct).items() if value is not None}

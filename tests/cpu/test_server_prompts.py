@@ -1,0 +1,90 @@
+"""From bodies to parameters: what the model's authors want by default, and what effort means to a template."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kdtp.config import EngineConfig
+from kdtp.engine.plan import plan
+from kdtp.server import defaults
+from kdtp.server.bodies import ChatBody, CompletionBody, Message
+from kdtp.server.errors import ApiError
+from kdtp.server.prompts import Model
+from kdtp.text import template
+from kdtp.text.files import TextError
+from kdtp.text.tokenizer import load
+from tests import text_folders
+from tests.paths import TINY
+
+ASKED = [Message("user", "What?")]
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return plan(EngineConfig(str(TINY)))
+
+
+def model(parts, folder, **settings):
+    tokenizer = load(folder)
+    return Model("m", parts, tokenizer, template.load(tokenizer), defaults.read(folder), **settings)
+
+
+def test_defaults_of_the_model_hold_where_a_request_does_not_say(parts, tmp_path):
+    folder = text_folders.deepseek(tmp_path)
+    (params,) = (ask.params for ask in model(parts, folder).asks_completion(CompletionBody(prompt="x")))
+    assert (params.temperature, params.top_p) == (1.0, 1.0)
+    given = {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "repetition_penalty": 1.05,
+        "do_sample": True,
+        "min_p": None,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(given))
+    served = model(parts, folder)
+    (params,) = (ask.params for ask in served.asks_completion(CompletionBody(prompt="x")))
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 0.95, 20, 1.05)
+    (params,) = (ask.params for ask in served.asks_chat(ChatBody(messages=ASKED, temperature=0.0, top_k=0)))
+    assert (params.temperature, params.top_p, params.top_k) == (0.0, 0.95, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temperature": 7}, "temperature = 7: must be"),
+        ({"top_p": "x"}, "top_p = 'x'"),
+        ({"top_k": True}, "top_k = True"),
+    ],
+)
+def test_bad_defaults_are_told_by_file_and_field(tmp_path, given, words):
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    with pytest.raises(TextError, match=words) as refused:
+        defaults.read(tmp_path)
+    assert "generation_config.json" in str(refused.value)
+
+
+def chat(folder, source):
+    (folder / "chat_template.jinja").write_text(source)
+    return folder
+
+
+def test_effort_is_what_the_template_makes_of_it(parts, tmp_path):
+    thinks = model(parts, text_folders.deepseek(tmp_path / "a"))  # reads `thinking`
+    begin = thinks.tokenizer.controls["<think>"]
+    body = {"messages": ASKED}
+    assert thinks.chat_ids(ChatBody(**body, chat_template_kwargs={"thinking": True}))[-1] == begin
+    assert thinks.chat_ids(ChatBody(**body, reasoning_effort="none"))[-1] != begin
+    with pytest.raises(ApiError, match="must be 'none'") as refused:
+        thinks.chat_ids(ChatBody(**body, reasoning_effort="high"))
+    assert refused.value.param == "reasoning_effort"
+    source = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    plain = model(parts, chat(text_folders.deepseek(tmp_path / "b"), source))
+    with pytest.raises(ApiError, match="no thinking to set"):
+        plain.chat_ids(ChatBody(**body, reasoning_effort="none"))
+    source += " effort {{ reasoning_effort or 'usual' }}"
+    reads = model(parts, chat(text_folders.deepseek(tmp_path / "c"), source))
+    texts = [reads.tokenizer.decode(reads.chat_ids(ChatBody(**body, reasoning_effort=e))) for e in (None, "low")]
+    assert [text.rpartition(" ")[2] for text in texts] == ["usual", "low"]
