@@ -1,10 +1,18 @@
-"""How long a GPU waits for the host between two rounds: from the ids of one to the first kernel of the next.
+"""How long GPUs wait for the host between two rounds: from the ids of one to the first kernel of the next.
 
     python scripts/bench_gap.py [--model FILE.kdtr] [--tokens N]
+    python scripts/bench_gap.py --tp N [--coordinator process|worker0] ...
 
-One rank, in the coordinator's process, CUDA graphs. The golden models are small, so the gap is nearly all of a round;
-it is the host's work and does not grow with the model. Microseconds from the end of the copy of the chosen ids to the
-start of the next kernel, by the GPU's own clock (torch.profiler); `kernels`: a round's time on the GPU.
+CUDA graphs; one rank in the coordinator's process, or N with the coordinator in a process of its own and then in that
+of worker 0. The golden models are small, so the gap is nearly all of a round; it is the host's work and does not grow
+with the model. Microseconds, by the GPU's own clock (torch.profiler):
+
+    gap      from the end of the copy of the chosen ids, on the last rank to have them, to the start of the next kernel
+             on the first rank to run one
+    kernels  a round's time on the GPU, from there to its ids
+    taken    by the host's clock, not profiled: from the ids on the last rank to the step's message on the last rank
+    launched likewise, until the last rank has launched its forward
+    round    likewise, to the next ids
 """
 
 from __future__ import annotations
@@ -12,24 +20,33 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kdtp.config import DrafterConfig  # noqa: E402
+from kdtp.config import DrafterConfig, EngineConfig  # noqa: E402
+from kdtp.engine import rundir  # noqa: E402
 from kdtp.engine.api import Engine  # noqa: E402
 from kdtp.types import SamplingParams  # noqa: E402
-from scripts.gpu_time import about, heading, missing  # noqa: E402
-from scripts.measure import spread, table  # noqa: E402
+from scripts.gpu_time import Span, about, heading, missing, spans_of  # noqa: E402
+from scripts.measure import figure, spread, table  # noqa: E402
+from scripts.ranks import NO_MULTICAST  # noqa: E402
 
-Span = tuple[float, float, str]  # start and end in microseconds, what ran
 WAYS = {"plain decoding": DrafterConfig("none"), "n-gram, 16 nodes": DrafterConfig("ngram", budget=16)}
 MODEL = ROOT / "tests" / "refs" / "model_tiny.kdtr"
+PLACES = ("process", "worker0")
+HEADER = ("drafter", "coordinator", "rounds", "gap", "kernels", "taken", "launched", "round")
+Step = tuple[int, int, int, int]  # number; nanoseconds: taken, launched, ids
+Figures = dict[str, list[float]]
 
 
 def timeline(model: Path, drafter: DrafterConfig, tokens: int) -> list[Span]:
@@ -40,46 +57,101 @@ def timeline(model: Path, drafter: DrafterConfig, tokens: int) -> list[Span]:
         engine.generate([prompt], params)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             engine.generate([prompt], params)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    found = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") in kinds]
-    return sorted(found)
+    return spans_of(profile)
 
 
-def rounds(spans: list[Span]) -> list[list[Span]]:
+def rounds(spans: Sequence[Span]) -> list[list[Span]]:
     """Cut behind each copy to the host: the ids of a round. What comes before the first one is the prompt's."""
     ends = [i + 1 for i, span in enumerate(spans) if "DtoH" in span[2]]
-    return [spans[a:b] for a, b in itertools.pairwise(ends)]
+    return [list(spans[a:b]) for a, b in itertools.pairwise(ends)]
 
 
-def measure(spans: list[Span]) -> dict[str, list[float]]:
-    """The gap before each round's first kernel, and its time from there to its ids."""
-    found: dict[str, list[float]] = {"gap": [], "kernels": []}
-    for before, this in itertools.pairwise(rounds(spans)):
-        first = next(start for start, _, name in this if "memcpy" not in name.lower())
-        found["gap"].append(first - before[-1][1])
-        found["kernels"].append(this[-1][1] - first)
+def measure(ranks: Sequence[Sequence[Span]]) -> Figures:
+    """The gap before each round's first kernel, and its time from there to its ids, of what each rank ran."""
+    found: Figures = {"gap": [], "kernels": []}
+    cut = [rounds(spans) for spans in ranks]
+    if len({len(each) for each in cut}) != 1:
+        raise ValueError(f"ranks of {[len(each) for each in cut]} rounds: their traces are not whole")
+    for before, this in itertools.pairwise(zip(*cut, strict=True)):
+        first = min(start for each in this for start, _, name in each if "memcpy" not in name.lower())
+        found["gap"].append(first - max(each[-1][1] for each in before))
+        found["kernels"].append(max(each[-1][1] for each in this) - first)
     return found
+
+
+def by_host(ranks: Sequence[Sequence[Step]], first: int, last: int) -> Figures:
+    """From the last rank's ids to where the last rank is, of the steps numbered so but the first."""
+    steps = [{number: times for number, *times in each if first <= number <= last} for each in ranks]
+    found: Figures = {"taken": [], "launched": [], "round": []}
+    for number in sorted(steps[0])[1:]:
+        if all(number - 1 in each for each in steps):
+            ids = max(each[number - 1][2] for each in steps)
+            for i, name in enumerate(found):
+                found[name].append((max(each[number][i] for each in steps) - ids) / 1e3)
+    return found
+
+
+def several(config: EngineConfig, tokens: int) -> Figures:
+    """All figures of several ranks under the launcher. RuntimeError if they fail; their log says why."""
+    folder = rundir.create()
+    with tempfile.TemporaryDirectory() as notes:
+        lead = f"scripts/gap_lead.py {notes} {folder} '{json.dumps(config.mapping())}' {tokens}"
+        hosted = ["--lead-is-rank-0"] if config.coordinator == "worker0" else []
+        command = [sys.executable, "-m", "launcher", "--nproc", str(config.tp), *hosted, "--lead", lead, "--"]
+        command += ["scripts/gap_rank.py", notes, "--run-dir", str(folder), "--log-level", "warning"]
+        try:
+            code = subprocess.run(command, cwd=ROOT, timeout=180, env=os.environ | NO_MULTICAST).returncode
+        finally:
+            rundir.remove(folder)
+        if code:
+            raise RuntimeError(f"{config.tp} ranks, coordinator {config.coordinator}: ended with code {code}")
+        left: list[dict[str, Any]] = [_read(Path(notes) / f"rank-{rank}.json") for rank in range(config.tp)]
+        first, last = _read(Path(notes) / "steps.json")
+    found = by_host([each["steps"] for each in left], first, last)
+    spans = [[(start, end, name) for start, end, name in each["spans"]] for each in left]
+    try:
+        return found | (measure(spans) if all(spans) else {})
+    except ValueError as error:  # the host's figures are still good
+        print(f"bench_gap: no figures of the GPUs' clock: {error}", file=sys.stderr)
+        return found
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def row(name: str, place: str, found: Figures) -> list[object]:
+    """A line of the table."""
+    cells = [figure(spread(found[key])) if found.get(key) else "-" for key in HEADER[3:]]
+    return [name, place, len(next(iter(found.values()))), *cells]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", type=Path, default=MODEL, help="a KDTR file")
     parser.add_argument("--tokens", type=int, default=200, help="to generate")
+    parser.add_argument("--tp", type=int, default=1, help="ranks, a GPU each")
+    parser.add_argument("--coordinator", choices=PLACES, action="append", help="with --tp 2 or more; default: both")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it works")
     chosen = parser.parse_args()
-    if lack := missing():
+    if chosen.tp == 1 and (chosen.coordinator or chosen.device == "cpu"):
+        parser.error("--coordinator, --device: only with --tp 2 or more")
+    if chosen.device == "cuda" and (lack := missing()):
         print(f"bench_gap: {lack}", file=sys.stderr)
         return 1
     rows = []
     for name, drafter in WAYS.items():
-        found = measure(timeline(chosen.model, drafter, chosen.tokens))
-        cells = [f"{value[key]:.0f}" for value in map(spread, found.values()) for key in ("median", "p10", "p90")]
-        rows.append([name, len(found["gap"]), *cells])
-    print(heading(about()))
-    print(table(("drafter", "rounds", "gap", "p10", "p90", "kernels", "p10", "p90"), rows))
+        if chosen.tp == 1:
+            rows.append(row(name, "same process", measure([timeline(chosen.model, drafter, chosen.tokens)])))
+        for place in (chosen.coordinator or PLACES) if chosen.tp > 1 else ():
+            config = EngineConfig(
+                str(chosen.model.absolute()), chosen.tp, chosen.device, "bfloat16", drafter=drafter,
+                coordinator=place, step_timeout=60.0,
+            )  # fmt: skip
+            rows.append(row(name, place, several(config, chosen.tokens)))
+            print(*rows[-1], file=sys.stderr, flush=True)
+    print(heading(about()) if torch.cuda.is_available() else "no GPU: only to see that it works")
+    print(table(HEADER, rows))
     return 0
 
 

@@ -1,6 +1,7 @@
 """Measure a step of one TP=8 rank of Kimi K2.6 on one GPU: its weights, random, fill 76 GB; no collectives.
 
     python scripts/bench_rank.py [--routing uniform|model] [--overlap F] [--layers N] [--quick] [--json] [--dry-run]
+    python scripts/bench_rank.py --tp N [--routing ...] [--overlap F] [--layers N] [--quick] [--json]
 
 A step verifies one tree of M nodes over a context: token ids in, each node's next token out. It is one CUDA graph.
 
@@ -13,6 +14,8 @@ A step verifies one tree of M nodes over a context: token ids in, each node's ne
 
 Then, per op: ms in a graph of that op alone, over all layers, and the share of the read rate. These leave out what
 one op does for the next: overlap with its launch, activations in the cache. "rest" is ms minus their sum.
+
+With --tp N, N such ranks on as many GPUs, with real collectives: see rank_tp.py.
 """
 
 from __future__ import annotations
@@ -37,12 +40,14 @@ from scripts.gpu_time import about, capture, heading, missing, read_rate, replay
 from scripts.k26 import LAYERS, Batch, Tensors, route, tree  # noqa: E402
 from scripts.measure import spread, table  # noqa: E402
 from scripts.rank_model import Choice, Notes, Rank, run  # noqa: E402
+from scripts.ranks import placed, start  # noqa: E402
 
 Point = tuple[int, int]  # M, context
 PEER = {(1, 1024): 6.11, (8, 1024): 9.18, (16, 1024): 11.85, (32, 1024): 16.05, (64, 1024): 22.01, (1, 32768): 8.46}
 GOAL = {(1, 1024): 3.0, (8, 1024): 5.0, (16, 1024): 7.2, (1, 32768): 3.6}
 HEADER = ("M", "context", "ms", "p10", "p90", "wall", "GB", "floor", "x floor", "peer", "x faster", "goal", "=eager")
 LEAST_LAUNCHES = 30  # in the graph of an op
+SECONDS = 400.0  # for all ranks of --tp
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,18 @@ def whole_bytes(notes: Notes) -> int:
     return sum(once.values()) + sum(both.values()) * LAYERS // 2 + experts * (LAYERS - 1)
 
 
+def several(size: int, scope: Scope, layers: int, routing: Routing, as_json: bool) -> int:
+    """Ranks with collectives; the exit code."""
+    if torch.cuda.device_count() < size:
+        print(f"bench_rank: --tp {size}: this machine has {torch.cuda.device_count()} GPUs", file=sys.stderr)
+        return 1
+    if not placed():
+        return start(__file__, size, sys.argv[1:], SECONDS)
+    from scripts.rank_tp import run_rank
+
+    return run_rank(scope, layers, routing, as_json)
+
+
 def share(text: str) -> float:
     """0..1."""
     value = float(text)
@@ -218,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--routing", choices=("uniform", "model"), default="uniform", help="who chooses experts")
     parser.add_argument("--overlap", type=share, default=0.0, help="share of experts that all nodes have (uniform)")
     parser.add_argument("--layers", type=int, default=LAYERS, help="fewer, where memory is short")
+    parser.add_argument("--tp", type=int, default=1, help="ranks with collectives, a GPU each; 1: one without")
     parser.add_argument("--quick", action="store_true", help="fewer points, and fewer replays")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--dry-run", action="store_true", help="make the ops' arguments on the CPU, and launch nothing")
@@ -226,12 +244,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--overlap: only with --routing uniform")
     if chosen.layers < 1:
         parser.error(f"--layers {chosen.layers}: must be at least 1")
+    if chosen.tp < 1 or (chosen.tp > 1 and chosen.dry_run):
+        parser.error(f"--tp {chosen.tp}: must be at least 1, and 1 with --dry-run")
     scope, routing = QUICK if chosen.quick else FULL, Routing(chosen.routing == "model", chosen.overlap)
     if chosen.dry_run:
         print(rehearse(scope, routing))
         return
     if lack := missing():
         sys.exit(f"bench_rank: {lack}")
+    if chosen.tp > 1:
+        sys.exit(several(chosen.tp, scope, chosen.layers, routing, chosen.json))
     result = measure(scope, chosen.layers, routing)
     print(json.dumps(result) if chosen.json else show(result))
 

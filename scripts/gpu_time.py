@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +19,7 @@ from kdtp.kernels import abi
 from scripts.measure import machine, spread
 
 Result = TypeVar("Result")
+Span = tuple[float, float, str]  # start and end in microseconds, what ran
 WARM = 2  # replays that are not counted
 
 
@@ -105,3 +109,15 @@ def read_rate(gib: int = 4, times: int = 12) -> dict[str, Any]:
         rates[name] = passes * x.nbytes / (1e-6 * spread(replays(graph, times))["median"])
     best = max(rates, key=lambda name: rates[name])
     return {"bytes_per_s": rates[best], "by": best, "all": rates, "n": times}
+
+
+def spans_of(profile: torch.profiler.profile) -> list[Span]:
+    """Kernels and copies of a profile that has ended, by their start; of the clock that all processes have."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(file))
+        trace = json.loads(file.read_text())
+    base = trace.get("baseTimeNanoseconds", 0) / 1e3
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    events = [event for event in trace["traceEvents"] if event.get("cat") in kinds]
+    return sorted((base + e["ts"], base + e["ts"] + e["dur"], e["name"]) for e in events)

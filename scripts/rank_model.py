@@ -1,7 +1,7 @@
 """The step of one TP=8 rank of Kimi K2.6, with random weights, from the ops of kernels.cuda in the order of kdtp.model.
 
 Every op goes through a `Stage`, which runs it and may note it. Differences from kdtp.model: experts are INT4, the
-router's matrix is bfloat16, and there is no other rank to add up with.
+router's matrix is bfloat16; other ranks to add up with are there only if `Sums` has them.
 """
 
 from __future__ import annotations
@@ -65,6 +65,21 @@ class Notes:
         self.calls.setdefault(name, []).append(partial(op, *inputs))
         self.reads[name] = self.reads.get(name, 0) + (reads if isinstance(reads, int) else reads())
         return op(*inputs)
+
+
+class Sums:
+    """What is done with partial sums: here, with no other rank, they are added to the residual and normed."""
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual of what the embedding gives [M, hidden]."""
+        return x
+
+    def add(self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[M, hidden] of what the next layer reads; delta comes on top of residual, in place."""
+        return cuda.rms_norm(delta, weight, EPS, residual)
+
+
+ALONE = Sums()
 
 
 class Linear:
@@ -148,19 +163,17 @@ class Rank:
         self._head = Linear(tensors, "head", HIDDEN, VOCAB, out_f32=True)
         self._kv = [tensors.normal(cache_rows, KV_ROW) for _ in range(layers)]
 
-    def step(self, batch: Batch, choices: Sequence[Choice | None], stage: Stage) -> Choice:
+    def step(self, batch: Batch, choices: Sequence[Choice | None], stage: Stage, sums: Sums = ALONE) -> Choice:
         """One forward over the tree -> each node's highest logit, float32 [M], and its token, int64 [M].
 
         choices: of each layer the experts, or None for the router's own; that of a dense layer is not read.
         """
-        residual = stage("embedding", 0, cuda.embedding, batch.tokens, self._embed, 0)
+        residual = sums.first(stage("embedding", 0, cuda.embedding, batch.tokens, self._embed, 0))
         x = stage("add + norm", 0, cuda.rms_norm, residual, self._norms[0], EPS)
         layers = zip(self._attention, self._mlps, self._kv, choices, strict=True)
         for i, (attention, mlp, kv, choice) in enumerate(layers):
             delta = attention(x, batch, kv, stage)
-            delta = mlp(self._add(delta, 2 * i + 1, residual, stage), choice, stage)
-            x = self._add(delta, 2 * i + 2, residual, stage)
+            x = stage("add + norm", 0, sums.add, delta, residual, self._norms[2 * i + 1])
+            delta = mlp(x, choice, stage)
+            x = stage("add + norm", 0, sums.add, delta, residual, self._norms[2 * i + 2])
         return stage("argmax", 0, cuda.argmax, self._head(x, stage), 0)
-
-    def _add(self, delta: torch.Tensor, norm: int, residual: torch.Tensor, stage: Stage) -> torch.Tensor:
-        return stage("add + norm", 0, cuda.rms_norm, delta, self._norms[norm], EPS, residual)

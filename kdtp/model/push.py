@@ -61,6 +61,10 @@ class Push(Comm):
         if text := self._peers.failure():
             raise RuntimeError(text)
 
+    def up_to(self, most: int) -> Push:
+        """The same rooms and calls, but with messages of up to `most` bytes pushed."""
+        return Push(self._base, self._rooms, self._peers, most)
+
     def close(self) -> None:
         """Give the rooms back; a collective call. Processes that end need not."""
         torch.cuda.synchronize()

@@ -1,11 +1,13 @@
 """The gap benchmark on a timeline made up, and without a GPU."""
 
+import re
 import subprocess
 import sys
 
+import pytest
 import torch
 
-from scripts.bench_gap import measure
+from scripts.bench_gap import by_host, measure
 from tests.conftest import ROOT
 
 
@@ -17,7 +19,29 @@ def test_a_gap_is_from_the_ids_to_the_next_kernel():
             (start + 3, start + 9, "kernel"),
             (start + 9, start + 10, "Memcpy DtoH"),
         ]
-    assert measure(spans) == {"gap": [23.0, 23.0], "kernels": [7.0, 7.0]}
+    assert measure([spans]) == {"gap": [23.0, 23.0], "kernels": [7.0, 7.0]}
+    late = [(start + 2, end + 2, name) for start, end, name in spans]
+    assert measure([late, spans]) == {"gap": [21.0, 21.0], "kernels": [9.0, 9.0]}
+    with pytest.raises(ValueError, match="rounds: their traces are not whole"):
+        measure([spans, spans[:-1]])
+
+
+def test_the_hosts_gap_is_from_the_last_ranks_ids_to_the_last_ranks_next_step():
+    one = [(n, 1000 * n + 100, 1000 * n + 200, 1000 * n + 500) for n in range(1, 6)]
+    other = [(n, taken + 30, launched - 5, ids + 50) for n, taken, launched, ids in one]
+    assert by_host([one, other], 2, 4) == {"taken": [0.58, 0.58], "launched": [0.65, 0.65], "round": [1.0, 1.0]}
+
+
+def test_two_ranks_on_the_cpu():
+    command = [sys.executable, "scripts/bench_gap.py", "--tp", "2", "--device", "cpu", "--tokens", "12"]
+    command += ["--coordinator", "worker0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [re.split(r" {2,}", line) for line in done.stdout.splitlines()[2:]]
+    assert [row[1] for row in rows] == ["worker0"] * 2, done.stdout
+    assert all(row[3:5] == ["-", "-"] and all(re.match(r"\d+ \(", cell) for cell in row[5:]) for row in rows), (
+        done.stdout
+    )
 
 
 def test_without_a_gpu_it_says_so():
