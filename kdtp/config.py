@@ -20,6 +20,7 @@ __all__ = [  # what comes from kdtp.values, and what is made here
     "DTYPES",
     "PLACES",
     "SHAPES",
+    "WIDTHS",
     "ConfigError",
     "DrafterConfig",
     "EngineConfig",
@@ -158,9 +159,11 @@ class DrafterConfig:
     name: "none", "oracle" (knows the golden continuation of a KDTR model), "ngram" (looks up the text so far), "dflash"
     (a network in the folder `model`) or "dflash+ngram", both in one tree. block: tokens a round can commit, so the
     draft has block - 1 positions. topk: candidates per depth. shape: "tree", "chain" for the single most likely path,
-    or "seeded" for that path, whole, and then the best others. hit[d]: the oracle's chance to know depth d + 1 (the
-    last value holds for deeper ones); rank: the truth is put at a random rank below this; ngram_max: longest match.
-    0 leaves to the network's file its window (tokens back) and amplitude (of its cosines).
+    or "seeded" for that path, whole, and then the best others. width: "budget" nodes in every round, or "auto", at most
+    so many: those that bring the most expected tokens per second by measured time, none if none do. hit[d]: the
+    oracle's chance to know depth d + 1 (the last value holds for deeper ones); rank: the truth is put at a random rank
+    below this; ngram_max: longest match. 0 leaves to the network's file its window (tokens back) and amplitude (of its
+    cosines).
     """
 
     name: str = "none"
@@ -168,6 +171,7 @@ class DrafterConfig:
     budget: Annotated[int, Range(0, 1024)] = 16
     topk: Annotated[int, Range(1, 64)] = 16
     shape: str = "tree"
+    width: str = "budget"
     hit: tuple[float, ...] = (1.0,)
     rank: int = 1
     seed: Annotated[int, Range(-(1 << 63), (1 << 63) - 1)] = 0
@@ -186,7 +190,8 @@ class DrafterConfig:
         check_ranges(self, "drafter.")
         network = "dflash" in self.name
         want(bool(self.model) == network, "drafter.model", self.model, "a folder with dflash, else absent")
-        want(self.shape in SHAPES, "drafter.shape", self.shape, f"one of {', '.join(SHAPES)}")
+        for key, among in (("shape", SHAPES), ("width", WIDTHS)):
+            want(getattr(self, key) in among, f"drafter.{key}", getattr(self, key), f"one of {', '.join(among)}")
         legal = 1 <= len(self.hit) <= _DEEPEST and all(0.0 <= p <= 1.0 for p in self.hit)
         want(legal, "drafter.hit", self.hit, f"1..{_DEEPEST} probabilities 0..1")
         want(1 <= self.rank <= self.topk, "drafter.rank", self.rank, f"1..topk ({self.topk})")
@@ -194,6 +199,7 @@ class DrafterConfig:
 
 DRAFTERS = ("none", "oracle", "ngram", "dflash", "dflash+ngram")
 SHAPES = ("tree", "chain", "seeded")
+WIDTHS = ("budget", "auto")
 DTYPES = ("float32", "bfloat16")
 DEVICES, PLACES = ("cpu", "cuda"), ("auto", "process", "worker0")  # PLACES: of the coordinator
 

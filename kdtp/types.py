@@ -19,6 +19,8 @@ from msgspec import Meta, Struct
 PAGE_ROWS = 64  # rows of latent KV in one page, on every rank
 # Of a rank on a CPU. From 9 on, MKL for Intel cuts the 4 rows of a product between threads, not summed alike.
 MOST_THREADS = 8
+# Rows of the batches that CUDA graphs are captured for; above 8, whole tiles of the kernels.
+GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 ROOT = -1  # "parent" of node 0
 NO_TOKEN = -1  # instead of an id: the row's logits hold NaN, or its rule allows no id
 MOST_LOGPROBS = 20  # beside the chosen id

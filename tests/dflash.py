@@ -51,7 +51,9 @@ class Loaded:
 
     def harness(self, drafter: DrafterConfig = NONE) -> Harness:
         """Ranks that have this drafter's network."""
-        network = dataclasses.replace(drafter, name="dflash" if drafter.network else "none", shape="tree", budget=24)
+        network = dataclasses.replace(
+            drafter, name="dflash" if drafter.network else "none", shape="tree", width="budget", budget=24
+        )
         if network not in self._made:
             self._made[network] = Harness(self.model, drafter=network, **self.changes)
         return self._made[network]

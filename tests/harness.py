@@ -75,8 +75,9 @@ class Harness:
         """A fresh coordinator over the loaded ranks."""
         config = dataclasses.replace(self.config, drafter=drafter, **settings)
         made = draft.make(drafter, known or {}, self.plan.model.vocab_size, OnRanks(self.fleet))
-        made.start()
-        return Coordinator(config, self.plan.model, self.fleet, made, self.compile)
+        coordinator = Coordinator(config, self.plan.model, self.fleet, made, self.compile)
+        coordinator.start()
+        return coordinator
 
     def run(
         self,

@@ -38,6 +38,7 @@ _DRAFTER = {
     "budget": ("budget", "tree nodes per round, root not counted; 0 decodes plainly"),
     "topk": ("topk", "candidates per depth"),
     "shape": ("shape", "tree, chain for the most likely path only, or seeded for that path and the best others"),
+    "width": ("width", "budget: verify all its nodes in every round; auto: as many as pay, by measured time"),
     "hit": ("oracle-hit", "oracle: chance to know each depth, e.g. 0.9 or 1,0.8,0.6"),
     "rank": ("oracle-rank", "oracle: the truth stands at a random rank below this"),
     "seed": ("drafter-seed", "oracle: seed of its chances"),

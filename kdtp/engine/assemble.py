@@ -60,5 +60,5 @@ def assemble(plan: Plan, links: Sequence[Link], serves: bool = False) -> tuple[C
     grammars = Grammars(config.model, plan.model.vocab_size, plan.model.eos_token_ids)
     if serves:
         threading.Thread(target=grammars.prepare, daemon=True).start()
-    handshake = Handshake(fleet, config, os.getpid(), drafter.start)
-    return Coordinator(config, plan.model, fleet, drafter, grammars.compile), handshake
+    coordinator = Coordinator(config, plan.model, fleet, drafter, grammars.compile)
+    return coordinator, Handshake(fleet, config, os.getpid(), coordinator.start)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-
-import msgspec
 
 from kdtp.config import EngineConfig, ModelConfig
 from kdtp.draft.base import Ask, Drafter, Kept
@@ -15,14 +13,17 @@ from kdtp.engine.fleet import Fleet
 from kdtp.engine.outcome import Event, Outcome, Picked, parts
 from kdtp.engine.pages import PagePool
 from kdtp.engine.request import STAGES, Request
+from kdtp.engine.rows import chunk, verify
 from kdtp.engine.scheduler import Scheduler, Step, Turn
 from kdtp.engine.watched import Watched
+from kdtp.engine.widths import Widths
 from kdtp.log import logger
 from kdtp.messages import Failed, Finished
 from kdtp.proposals import Proposal
-from kdtp.spec import accept, tree
-from kdtp.spec.grammar import Matcher, constrain
-from kdtp.types import NO_TOKEN, ROOT, Grammar, Move, SeqRows, TokenIds, Tree, depths
+from kdtp.spec import accept
+from kdtp.spec.grammar import Matcher
+from kdtp.spec.tree import Grown, grow
+from kdtp.types import NO_TOKEN, ROOT, Grammar, Move, SeqRows, Tree, depths
 
 Compile = Callable[[Grammar], Matcher]
 
@@ -52,9 +53,16 @@ class Coordinator:
         self.watched = Watched()
         self.seconds = dict.fromkeys(STAGES[1:], 0.0)  # of all steps
         self.accepted: Counter[int] = Counter()  # rounds by draft tokens accepted
+        self.widths: Widths | None = None  # of the budget
         self._compile = compile_
         self._spent: dict[str, float] = {}
         self._drafting: set[int] = set()
+
+    def start(self) -> None:
+        """Get ready, once the ranks are: the drafter, and what widths cost if they follow it. EngineFault as step."""
+        self.drafter.start()
+        if self.config.drafter.width == "auto" and self.config.drafter.name != "none":
+            self.widths = Widths.measured(self.config, self.model, self.fleet, self.pool)
 
     # ------------------------------------------------------------------ requests
 
@@ -111,7 +119,8 @@ class Coordinator:
             proposals = self._propose(plan.turns)
         begun = [turn.request.begin() for turn in plan.turns if not turn.request.begun]
         with self._stage("build"):
-            rows = [self._rows(turn, proposals.get(turn.request.id)) for turn in plan.turns]
+            grown = self._grow(plan.turns, proposals)
+            rows = [self._rows(turn, grown) for turn in plan.turns]
         with self._stage("verify"):
             want_logits = any(turn.request.want_logits for turn in plan.turns)
             answer, logits = self.fleet.forward(rows, begun, want_logits)
@@ -124,6 +133,8 @@ class Coordinator:
             for outcome in outcomes:
                 if not outcome.ended:
                     self._absorb(outcome)
+        if self.widths:
+            self.widths.learn(rows, grown, outcomes, self._spent)
         self._book(plan.turns)
         shown = self.watched.events(plan.turns, rows, proposals, outcomes, self._spent) if self.watched else []
         return shown + [event for outcome in outcomes for event in outcome.events(logits, self.model.vocab_size)]
@@ -151,7 +162,9 @@ class Coordinator:
         requests = [turn.request for turn in turns if self._width(turn) > 0]
         asks = [Ask(request.id, self._room(request), request.pages) for request in requests]
         asks = [ask for ask in asks if ask.depth > 0]
-        proposals = self.drafter.propose(asks) if asks else []
+        if not asks or (self.widths and not self.widths.drafts(len(asks))):
+            return {}
+        proposals = self.drafter.propose(asks)
         return {ask.seq: p for ask, p in zip(asks, proposals, strict=True) if p is not None}
 
     def _width(self, turn: Turn) -> int:
@@ -161,53 +174,19 @@ class Coordinator:
     def _room(self, request: Request) -> int:
         return request.room(self.config.drafter.block, self.model.max_position_embeddings)
 
-    def _rows(self, turn: Turn, proposal: Proposal | None) -> SeqRows:
-        """What this request runs: the next chunk of its text, or the tree grown from its root."""
-        if turn.chunk:
-            return self._chunk(turn)
-        request, grown = turn.request, self._grow(turn, proposal)
-        if request.matcher is None:
-            return self._seq_rows(request, grown.tokens, grown.parents, len(grown))
-        grown, masks = constrain(grown, request.matcher, request.stops)
-        return self._seq_rows(request, grown.tokens, grown.parents, len(grown), masks=masks)
+    def _grow(self, turns: Sequence[Turn], proposals: Mapping[int, Proposal]) -> dict[int, Grown]:
+        """The trees of this round, by request; of what was not drafted for, the root alone."""
+        grown = {turn.request.id: self._tree(turn, proposals.get(turn.request.id)) for turn in turns if not turn.chunk}
+        return self.widths.cut(turns, grown) if self.widths else grown
 
-    def _grow(self, turn: Turn, proposal: Proposal | None) -> Tree:
+    def _tree(self, turn: Turn, proposal: Proposal | None) -> Grown:
         root = turn.request.tokens[-1]
         if proposal is None:
-            return Tree((root,), (ROOT,))
-        build = tree.BUILDS[self.config.drafter.shape]
-        return build(proposal, root, self._width(turn), self._room(turn.request))
+            return Grown(Tree((root,), (ROOT,)), [0.0])
+        return grow(self.config.drafter.shape, proposal, root, self._width(turn), self._room(turn.request))
 
-    def _chunk(self, turn: Turn) -> SeqRows:
-        request, length = turn.request, len(turn.request.prompt)
-        scores = request.params.prompt_logprobs is not None and request.scored < length
-        size = min(turn.rows, self._most_scored) if scores else turn.rows
-        end = request.start + size
-        # The last row chooses the first token, unless that was emitted before the request was preempted.
-        pick, scored = int(end == length and not request.tokens), request.prompt[:0]
-        if scores:
-            first = max(request.start, request.scored)
-            pick, scored = max(0, end - first), request.prompt[first + 1 : end + 1]
-        masks = []
-        if request.matcher is not None and pick:
-            masks = [request.matcher.mask()] * pick  # only the last row chooses
-        tokens = request.span(request.start, end)
-        return self._seq_rows(request, tokens, tuple(range(ROOT, size - 1)), pick, scored, masks)
-
-    def _seq_rows(
-        self,
-        request: Request,
-        tokens: TokenIds,
-        parents: tuple[int, ...],
-        pick: int,
-        scored: TokenIds = (),
-        masks: Sequence[bytes] = (),
-    ) -> SeqRows:
-        rows = SeqRows(request.id, request.start, tokens, parents, pick, request.tell_pages(), request.tell(), scored)
-        if not masks:
-            return rows
-        each = {mask: i for i, mask in enumerate(dict.fromkeys(masks))}  # many nodes have the same
-        return msgspec.structs.replace(rows, masks=tuple(each), mask_of=tuple(each[mask] for mask in masks))
+    def _rows(self, turn: Turn, grown: Mapping[int, Grown]) -> SeqRows:
+        return chunk(turn, self._most_scored) if turn.chunk else verify(turn.request, grown[turn.request.id].tree)
 
     # ------------------------------------------------------------------ what came of it
 

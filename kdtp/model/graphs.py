@@ -13,9 +13,9 @@ import torch
 
 from kdtp.log import logger
 from kdtp.model.indices import Shape, padding
-from kdtp.types import PAGE_ROWS, SeqRows
+from kdtp.types import GRAPH_ROWS, PAGE_ROWS, SeqRows
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # above 8, whole tiles of the kernels
+ROWS = GRAPH_ROWS
 SHORTEST = 1024  # positions; contexts double from here, as the attention's grid grows with what is possible
 Forward = Callable[[torch.Tensor, Shape], torch.Tensor]  # index buffer on the device -> logits [R, n]
 

@@ -35,6 +35,24 @@ _Pair = tuple[int | None, int | None]
 _States = Callable[[int], _Ranked]  # what follows in a state: a depth, a candidate, a node; 0 is the root's
 
 
+class Grown(NamedTuple):
+    """A tree, and the log-probability of each node's path under the drafter; the root's is 0."""
+
+    tree: Tree
+    scores: Sequence[float]
+
+    def cut(self, nodes: int) -> Grown:
+        """Its first nodes below the root: a tree of so small a budget, as parents come before their children."""
+        tree = Tree(self.tree.tokens[: 1 + nodes], self.tree.parents[: 1 + nodes])
+        return Grown(tree, self.scores[: 1 + nodes])
+
+
+def grow(shape: str, proposal: Proposal, root: int, budget: int, max_depth: int) -> Grown:
+    """The tree that `build` ("tree"), `chain` or `seeded` gives, with its scores."""
+    spine = min(budget, max_depth) if shape == "seeded" else 0
+    return _best_first(_states(proposal, 1 if shape == "chain" else None), root, budget, max_depth, spine)
+
+
 def build(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
     """The tree of the `budget` best nodes (root not counted) no deeper than `max_depth`.
 
@@ -42,20 +60,17 @@ def build(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
     +inf is unusable, and all deeper ones; so is what Conditionals say of what follows a token. The result may be the
     root alone, which is legal everywhere.
     """
-    return _best_first(_states(proposal, None), root, budget, max_depth)
+    return grow("tree", proposal, root, budget, max_depth).tree
 
 
 def chain(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
     """The most likely path alone: `build` with one candidate below each node."""
-    return _best_first(_states(proposal, 1), root, budget, max_depth)
+    return grow("chain", proposal, root, budget, max_depth).tree
 
 
 def seeded(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
     """The nodes of `chain` first, then the best of the others, as `build` takes them."""
-    return _best_first(_states(proposal, None), root, budget, max_depth, spine=min(budget, max_depth))
-
-
-BUILDS = {"tree": build, "chain": chain, "seeded": seeded}
+    return grow("seeded", proposal, root, budget, max_depth).tree
 
 
 def scores(proposal: Proposal, grown: Tree | SeqRows) -> list[float]:
@@ -72,7 +87,7 @@ def scores(proposal: Proposal, grown: Tree | SeqRows) -> list[float]:
     return [0.0 - cost for cost in costs]
 
 
-def _best_first(states: _States, root: int, budget: int, max_depth: int, spine: int = 0) -> Tree:
+def _best_first(states: _States, root: int, budget: int, max_depth: int, spine: int) -> Grown:
     """spine: how many nodes of the most likely path come first, whatever their score."""
     tokens, parents, costs = [root], [ROOT], [0.0]
     heap: list[tuple[float, int, int, int, _Ranked]] = []  # its tuples sort in the total order
@@ -106,7 +121,7 @@ def _best_first(states: _States, root: int, budget: int, max_depth: int, spine: 
             take(cost, parent, rank, group)
         push(depth, parent, rank + 1, group)
         push(depth + 1, node, 0, states(group.below[rank]))
-    return Tree(tuple(tokens), tuple(parents))
+    return Grown(Tree(tuple(tokens), tuple(parents)), [0.0 - cost for cost in costs])
 
 
 def _states(proposal: Proposal, width: int | None) -> _States:

@@ -88,6 +88,18 @@ def test_any_draft_gives_the_text_and_the_bits_of_plain_decoding(loaded, version
     assert accepted > 3, accepted
 
 
+@pytest.mark.parametrize("name", ["dflash", "dflash+ngram"])
+def test_widths_by_measured_cost_give_the_text_and_the_bits_of_plain_decoding(loaded, name):
+    params = SamplingParams(max_tokens=60, temperature=0.8, seed=3)
+    prompts = [random_text(i, size) for i, size in enumerate((1, 20, 30))]
+    prompts[2] *= 3
+    plain = loaded.harness().run(prompts, params)
+    drafter = loaded.settings("v2", name=name, width="auto")
+    done = loaded.harness(drafter).run(prompts, params, drafter)
+    for got, want in zip(done, plain, strict=True):
+        assert got.tokens == want.tokens and got.logits.tobytes() == want.logits.tobytes()
+
+
 def requests(size=9):
     prompts = [random_text(i, length) for i, length in enumerate((9, 70, 131))]
     return [Request(i, prompt, SamplingParams(max_tokens=size)) for i, prompt in enumerate(prompts)]

@@ -1,0 +1,120 @@
+"""The width of rounds by what they cost here: measured at the start, and ever since."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+from kdtp.config import EngineConfig, ModelConfig
+from kdtp.engine.fleet import Fleet
+from kdtp.engine.outcome import Outcome
+from kdtp.engine.pages import PagePool, pages_for
+from kdtp.engine.request import GREEDY
+from kdtp.engine.scheduler import Turn
+from kdtp.kernels import TILE
+from kdtp.log import logger
+from kdtp.messages import Begin
+from kdtp.spec.tree import Grown
+from kdtp.spec.width import Costs, Policy
+from kdtp.types import GRAPH_ROWS, ROOT, SeqRows
+
+_PATIENCE = 3.0  # seconds of measuring; what is left is read off the curve
+_FIRST = 1 << 52  # sequence ids that no request has
+
+
+class Widths:
+    """A policy, told of the coordinator's rounds."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._asked = 0  # sequences that were drafted for in this round
+
+    @classmethod
+    def measured(cls, config: EngineConfig, model: ModelConfig, fleet: Fleet, pool: PagePool) -> Widths:
+        """Of forwards of made-up trees at the start of a text, from one row to as many as a batch's trees have."""
+        padded = _graphs if config.device == "cuda" and config.graphs else _tiles
+        most = config.max_batch * (1 + config.drafter.budget)
+        sizes = sorted({padded(rows) for rows in (*GRAPH_ROWS, most) if rows <= min(most, GRAPH_ROWS[-1])} | {1})
+        curve: dict[int, float] = {}
+        until = time.perf_counter() + _PATIENCE
+        for rows in (sizes[0], sizes[-1], *sizes[1:-1]):
+            if len(curve) < 2 or time.perf_counter() < until:
+                took = _forward(rows, 1 + config.drafter.budget, model.vocab_size, fleet, pool)
+                if took is not None:
+                    curve[padded(rows)] = took
+        shown = ", ".join(f"{rows}: {1000 * took:.1f}" for rows, took in sorted(curve.items()))
+        logger.info("forwards, ms by rows: %s", shown)
+        return cls(Policy(Costs(curve, padded)))
+
+    def drafts(self, asking: int) -> bool:
+        """Whether to draft for so many that ask."""
+        self._asked = asking if self.policy.drafts(asking) else 0
+        return self._asked > 0
+
+    def cut(self, turns: Sequence[Turn], grown: Mapping[int, Grown]) -> dict[int, Grown]:
+        """The trees, as wide as it pays."""
+        drafted = [seq for seq, tree in grown.items() if len(tree.tree) > 1]
+        if not drafted:
+            return dict(grown)
+        context = max(turn.request.start for turn in turns)
+        sizes = self.policy.choose([grown[seq] for seq in drafted], self._asked, len(grown), context)
+        return {**grown, **{seq: grown[seq].cut(size) for seq, size in zip(drafted, sizes, strict=True)}}
+
+    def learn(
+        self,
+        rows: Sequence[SeqRows],
+        grown: Mapping[int, Grown],
+        outcomes: Sequence[Outcome],
+        spent: Mapping[str, float],
+    ) -> None:
+        """What a round took and brought."""
+        for r, outcome in zip(rows, outcomes, strict=True):
+            tree = grown.get(r.seq)
+            # What a grammar has taken away was never tried.
+            if tree is not None and len(tree.tree) == len(r.tokens) > 1:
+                self.policy.learn_tree(tree, frozenset(outcome.kept))
+        if self._asked:
+            self.policy.learn_draft(self._asked, spent["draft"])
+            self._asked = 0
+        if len(grown) == len(rows):
+            count, context = sum(len(r.tokens) for r in rows), max(r.start for r in rows)
+            self.policy.learn(len(rows), count, context, sum(spent.values()) - spent["draft"])
+
+
+def _graphs(rows: int) -> int:
+    """What a batch is padded to; beyond graphs, roughly."""
+    return next((size for size in GRAPH_ROWS if size >= rows), -(-rows // GRAPH_ROWS[-1]) * GRAPH_ROWS[-1])
+
+
+def _tiles(rows: int) -> int:
+    return -(-rows // TILE) * TILE
+
+
+def _forward(rows: int, each: int, vocab: int, fleet: Fleet, pool: PagePool) -> float | None:
+    """Seconds of a forward of trees of up to `each` nodes, the better of two; None if there are no pages for it."""
+    sizes = [min(each, rows - first) for first in range(0, rows, each)]
+    pages = pool.take(sum(map(pages_for, sizes)))
+    if pages is None:
+        return None
+    rng, left = random.Random(rows), iter(pages)
+    seqs = [
+        SeqRows(
+            _FIRST + i,
+            0,
+            tuple(rng.randrange(vocab) for _ in range(size)),
+            (ROOT, *((node - 1) // 2 for node in range(1, size))),
+            size,
+            tuple(itertools.islice(left, pages_for(size))),
+        )
+        for i, size in enumerate(sizes)
+    ]
+    took = []
+    for _ in range(3):  # the first one makes what the others find
+        began = time.perf_counter()
+        fleet.forward(seqs, [Begin(seq.seq, 1, GREEDY) for seq in seqs])
+        took.append(time.perf_counter() - began)
+        fleet.commit([], [seq.seq for seq in seqs])
+    pool.give(pages)
+    return min(took[1:])

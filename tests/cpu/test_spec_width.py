@@ -1,0 +1,180 @@
+"""spec.width: the best of all widths, whatever times look like; what is learned; never a loss for long."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdtp.spec.tree import Grown
+from kdtp.spec.width import Calibration, Costs, Pauses, Policy, allot
+from kdtp.types import ROOT, Tree
+from scripts.bench_width import MACHINES, TEXTS, padded, results
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
+CHANCES = st.sampled_from((1.0, 0.9, 0.6, 0.6, 0.3, 0.1, 0.01, 0.0))
+
+
+@st.composite
+def rounds(draw):
+    worth = [sorted(draw(st.lists(CHANCES, max_size=4)), reverse=True) for _ in range(draw(st.integers(1, 3)))]
+    count = 1 + sum(map(len, worth))
+    times = draw(st.lists(st.floats(0.1, 5.0), min_size=count, max_size=count))
+    return worth, times, draw(st.sampled_from((0.0, 0.3, 2.0)))
+
+
+@PROPERTY
+@given(rounds())
+def test_the_best_of_all_widths_of_all_sequences(case):
+    worth, times, before = case
+    sizes, rate = allot(worth, times.__getitem__, len(worth), before)
+
+    def rate_of(each):
+        gained = len(worth) + sum(sum(values[:n]) for values, n in zip(worth, each, strict=True))
+        return gained / (before + times[sum(each)])
+
+    best = max(map(rate_of, itertools.product(*(range(len(values) + 1) for values in worth))))
+    assert rate == pytest.approx(best) and rate_of(sizes) == pytest.approx(best)
+    plain = len(worth) / (before + times[0])
+    assert rate >= plain
+
+
+@PROPERTY
+@given(rounds(), st.integers(0, 6))
+def test_a_least_number_of_nodes(case, least):
+    worth, times, before = case
+    sizes, _ = allot(worth, times.__getitem__, len(worth), before, least)
+    assert sum(sizes) >= min(least, sum(map(len, worth)))
+    free, rate = allot(worth, times.__getitem__, len(worth), before)
+    if sum(free) >= least:
+        assert allot(worth, times.__getitem__, len(worth), before, least) == (free, rate)
+
+
+def test_a_poor_middle_is_climbed_over():
+    """One node does not pay, nor do two or three; four do, as they cost no more than one."""
+    assert allot([[0.8] * 4], [1.0, 2.0, 2.0, 2.0, 2.0].__getitem__, 1.0)[0] == [4]
+    assert allot([[0.8] * 4], [1.0, 2.0, 3.0, 4.0, 5.0].__getitem__, 1.0)[0] == [0]
+
+
+def test_the_best_nodes_come_first_whosever_they_are():
+    worth = [[0.9, 0.5, 0.1], [0.7, 0.6], [0.2]]
+    times = [1.0] * 5 + [100.0] * 2
+    assert allot(worth, times.__getitem__, 3.0)[0] == [2, 2, 0]
+
+
+def a_chain(scores):
+    n = len(scores)
+    return Grown(Tree(tuple(range(n)), (ROOT, *range(n - 1))), scores)
+
+
+def test_an_unknown_drafter_is_taken_at_its_word():
+    grown = a_chain([0.0, -0.5, -1.25])
+    found = Calibration().worth(grown.scores, grown.tree.depths, grown.tree.parents)
+    assert found == pytest.approx([1.0, math.exp(-0.5), math.exp(-1.25)])
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.6])
+def test_what_scores_are_worth_is_learned(factor):
+    """The truth is `factor` times what the drafter says: at the first depth, and what follows is as it says."""
+    rng, calibration = random.Random(1), Calibration()
+    claimed = [0.0, math.log(0.55), math.log(0.55 * 0.8)]
+    grown = a_chain(claimed)
+    for _ in range(2000):
+        first = rng.random() < 0.55 * factor
+        path = {0, *([1] if first else []), *([2] if first and rng.random() < 0.8 else [])}
+        calibration.learn(grown.scores, grown.tree.depths, path)
+    found = calibration.worth(grown.scores, grown.tree.depths, grown.tree.parents)
+    assert found == pytest.approx([1.0, 0.55 * factor, 0.55 * 0.8 * factor], rel=0.15)
+    # Another depth, and scores of another kind, were never seen.
+    assert calibration.worth([0.0, -6.0], [0, 1], [ROOT, 0])[1] == pytest.approx(math.exp(-6.0))
+
+
+def test_a_node_is_worth_no_more_than_its_parent():
+    calibration = Calibration()
+    grown = a_chain([0.0, math.log(0.9), math.log(0.8)])
+    for _ in range(50):
+        calibration.learn(grown.scores, grown.tree.depths, {0})  # the first is never right
+    found = calibration.worth(grown.scores, grown.tree.depths, grown.tree.parents)
+    assert found[1] < 0.1 and found[2] <= found[1]
+    mixed = calibration.worth([0.0, math.log(0.9), math.log(0.001)], [0, 1, 2], [ROOT, 0, 1])
+    assert mixed[2] <= mixed[1]
+
+
+def test_times_between_and_beyond_what_was_measured():
+    costs = Costs({1: 1.0, 9: 3.0, 17: 4.0}, lambda rows: rows)
+    assert [costs.seconds(1, rows, 0) for rows in (1, 5, 9, 13, 17, 33)] == [1.0, 2.0, 3.0, 3.5, 4.0, 6.0]
+    assert Costs({4: 2.0}, lambda rows: rows).seconds(1, 40, 0) == 2.0
+    stepped = Costs({1: 1.0, 8: 2.0}, lambda rows: 1 if rows == 1 else 8)
+    assert [stepped.seconds(1, rows, 0) for rows in (1, 2, 8)] == [1.0, 2.0, 2.0]
+
+
+def test_times_follow_what_is_measured_now():
+    costs = Costs({1: 1.0, 9: 3.0}, lambda rows: rows)
+    costs.learn(1, 9, 0, 90.0)  # the first of a shape took a capture
+    assert costs.seconds(1, 9, 0) == 3.0
+    for _ in range(5):
+        costs.learn(1, 9, 0, 6.0)
+    assert costs.seconds(1, 9, 0) == pytest.approx(6.0)
+    assert costs.seconds(1, 1, 0) == pytest.approx(2.0)  # all is twice as slow, as far as is known
+    assert costs.seconds(1, 9, 5000) == pytest.approx(6.0)
+    for _ in range(5):
+        costs.learn(1, 9, 5000, 12.0)
+    assert costs.seconds(1, 1, 5000) == pytest.approx(4.0) and costs.seconds(1, 1, 900) == pytest.approx(2.0)
+    assert costs.seconds(1, 1, 40000) == pytest.approx(4.0)  # the nearest that is known
+    for _ in range(600):
+        costs.learn(1, 1, 0, 1.0)
+    assert costs.seconds(1, 9, 0) == pytest.approx(3.0)  # what was measured long ago is forgotten
+
+
+def test_pauses_grow_and_end():
+    pauses = Pauses()
+    drafted = []
+    for _ in range(1000):
+        drafted.append(pauses.drafts())
+        if drafted[-1]:
+            pauses.learn(0.7)
+    assert sum(drafted) < 25 and any(drafted[-Pauses.LONGEST - 1 :])
+    good = 0
+    for _ in range(200):
+        if pauses.drafts():
+            good += 1
+            pauses.learn(1.5)
+    assert good > 130  # once it pays, no more pauses
+
+
+def test_a_policy_that_never_drafts_twice_what_does_not_pay():
+    """A useless drafter costs its draft once in many rounds, and a useful one is found again."""
+    policy, rng = Policy(Costs({1: 1.0, 8: 3.0}, padded)), random.Random(0)
+    grown = a_chain([0.0, math.log(0.9), math.log(0.8)])
+
+    def share(accepted, count):
+        nodes = 0
+        for _ in range(count):
+            if not policy.drafts(1):
+                policy.learn(1, 1, 0, 1.0)
+                continue
+            (size,) = policy.choose([grown], 1, 1, 0)
+            policy.learn_draft(1, 0.2)
+            policy.learn(1, 1 + size, 0, 1.0 + 0.3 * size)
+            policy.learn_tree(
+                grown.cut(size), {node for node in range(size + 1) if rng.random() < accepted or not node}
+            )
+            nodes += size
+        return nodes / count
+
+    assert share(0.0, 50) < 0.6 and share(0.0, 500) < 0.1
+    assert share(1.0, 1500) > 0.5 and share(1.0, 200) == 2.0
+
+
+def test_it_loses_nowhere_for_long_and_finds_the_best_width():
+    """Simulated machines and texts: against plain decoding and every fixed width, with noise, from nothing known."""
+    found = list(results(MACHINES[::2], (TEXTS[0], TEXTS[2], TEXTS[4]), (1, 4), 250))
+    for result in found:
+        assert result.auto >= 0.93 * result.plain, result
+        assert result.auto >= 0.9 * result.best, result
+    assert max(r.auto / r.plain for r in found) > 1.5
+    assert sum(r.auto / r.best for r in found) / len(found) > 0.97
