@@ -33,9 +33,10 @@ class Target(Protocol):
         """The cache row of each of the first `count` rows of a sequence, int64 [count], on the host."""
         ...
 
-    def tap(self, layers: Sequence[int]) -> None:
+    def tap(self, layers: Sequence[int]) -> torch.Tensor:
         """From now on `features` are, of the last forward's rows, the residual stream after each of these layers, side
-        by side, [M, taps * H]."""
+        by side, [M, taps * H]. Returns the place where batches of few rows leave them."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -116,13 +116,15 @@ class Shard:
         """Rows of the KV cache."""
         return self.cache.pages * PAGE_ROWS
 
-    def tap(self, layers: Sequence[int]) -> None:
+    def tap(self, layers: Sequence[int]) -> torch.Tensor:
         """From now on, `features` are the residual stream of the last forward's rows after each of these layers, side
-        by side, [M, taps * H]: what a drafter is made to read. Before `capture`: graphs hold where they are written."""
+        by side, [M, taps * H]: what a drafter is made to read. Returns the place where batches of up to ROWS[-1] rows
+        leave them. Before `capture`: graphs hold it."""
         assert all(0 <= i < len(self._layers) for i in layers), f"layers {layers} of {len(self._layers)}"
         assert self._graphs is None, "graphs were captured without taps"
         self._taps = tuple(layers)
-        self._tapped = self.embed.new_empty(ROWS[-1], len(layers) * self.config.hidden_size)
+        self._tapped = self.embed.new_zeros(ROWS[-1], len(layers) * self.config.hidden_size)
+        return self._tapped
 
     def line(self, seq: int, count: int) -> torch.Tensor:
         """The cache row of each of the first `count` rows of a sequence, int64 [count], on the host."""

@@ -228,33 +228,44 @@ class Replayed:
     graphs: graphs.Graphs
 
     def replay(self):
-        inputs, found, _ = next(entry for entry in self.graphs._captured.values() if entry[2] is self)
+        entry = next(entry for entry in self.graphs._captured.values() if entry.graph is self)
         with torch.inference_mode():
-            for place, values in zip(found, self.graphs._network.forward(inputs, K), strict=True):
+            for place, values in zip(entry.found or (), entry.call() or (), strict=True):
                 place.copy_(values)
 
 
-@pytest.mark.parametrize("name", ["v1", "v2"])
-def test_graphs_are_given_what_they_were_captured_for(name, tmp_path, monkeypatch):
-    """Shapes, padding and buffers; that a replay gives the bits of its kernels is tested on a GPU."""
-    nothing = contextlib.nullcontext
-    for call in ("Stream", "stream", "graph", "current_stream"):
-        monkeypatch.setattr(torch.cuda, call, lambda *a, **k: nothing(SimpleNamespace(wait_stream=lambda other: None)))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+@pytest.fixture
+def no_cuda(monkeypatch):
+    """torch.cuda as far as graphs need it."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for call in ("stream", "graph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, call, lambda *a, **k: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(graphs, "SHORTEST", 16)
+
+
+@pytest.mark.parametrize("name", ["v1", "v2"])
+def test_graphs_are_given_what_they_were_captured_for(name, tmp_path, no_cuda):
+    """Shapes, padding and buffers; that a replay gives the bits of its kernels is tested on a GPU."""
     folder, reference = folder_of(name, tmp_path)
-    net = network(folder, reference)
-    made = Replayed.graphs = graphs.Graphs(net, K)
+    net, other = network(folder, reference), network(folder, reference)
+    tapped = torch.zeros(graphs.MOST, len(TAPS) * reference.config.hidden_size)
+    made = Replayed.graphs = graphs.Graphs(net, K, tapped)
     made.capture_usual(4)
-    assert list(made._captured) == [(1, 16), (2, 16), (4, 16)]
+    assert list(made._captured) == [(1, 16), (2, 16), (4, 16), (8,), (32,)]
     for lengths in ((11, 3, 0), (30,), (16, 1), (3,)):
         rows = list(torch.randperm(ROWS)[: sum(lengths)].split(list(lengths)))
+        taken = torch.randperm(graphs.MOST)[: sum(lengths)]
+        tapped.fill_(torch.nan)[taken] = torch.cat([torch.from_numpy(features_of(reference, n)) for n in lengths])
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        assert made.absorb(torch.stack([taken, positions, torch.cat(rows)]))
         for length, own in zip(lengths, rows, strict=True):
-            absorb(net, features_of(reference, length), own)
+            absorb(other, features_of(reference, length), own)
         blocks = [Block(7 + i, own) for i, own in enumerate(rows)]
-        for got, want in zip(made.run(blocks).proposals(), net.draft(blocks, K).proposals(), strict=True):
+        for got, want in zip(made.draft(blocks).proposals(), other.draft(blocks, K).proposals(), strict=True):
             assert_close(got.lp, want.lp, atol=1e-5)
             assert torch.equal(got.ids, want.ids)
-    assert (1, 32) in made._captured and len(made._captured) == 4
+    assert (1, 32) in made._captured and len(made._captured) == 7
+    assert not made.absorb(torch.zeros(3, graphs.MOST + 1, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""CUDA graphs of a draft: a network of a few layers is hundreds of launches, and a replay is one.
+"""CUDA graphs of a network that drafts: a few layers are hundreds of launches, and a replay is one.
 
 As model.graphs: fixed shapes, batches padded to one of a few, padding inert, ranks capture and run alike.
 """
@@ -6,72 +6,109 @@ As model.graphs: fixed shapes, batches padded to one of a few, padding inert, ra
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from kdtp.draft.dflash.network import Asked, Block, DFlash, Drafted
 from kdtp.log import logger
 
-SHORTEST = 1024  # context rows; from here they double
+SHORTEST = 1024  # context rows of a draft; from here they double
+FEWEST, MOST = 8, 64  # rows that are absorbed
 
 
-class _Shape(NamedTuple):
-    """Sequences, and context rows of each."""
+@dataclass
+class _Captured:
+    """What a graph reads, what it leaves behind, and the call that it replays."""
 
-    seqs: int
-    width: int
+    inputs: Sequence[torch.Tensor]
+    found: Drafted | None
+    graph: torch.cuda.CUDAGraph
+    call: Callable[[], Drafted | None]
 
 
 class Graphs:
-    """A graph of `network` for each shape, captured when it is first needed or before; all share one pool of memory.
+    """Graphs of `network` by shape, captured when first needed or before; all share one pool of memory.
 
-    What `run` gives stays until the next run.
+    tapped: where batches of few rows leave their features. What `draft` gives stays until the next call.
     """
 
-    def __init__(self, network: DFlash, topk: int) -> None:
-        self._network, self._topk = network, topk
+    def __init__(self, network: DFlash, topk: int, tapped: torch.Tensor) -> None:
+        self._network, self._topk, self._tapped = network, topk, tapped
         self._stream = torch.cuda.Stream(network.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[_Shape, tuple[Asked, Drafted, torch.cuda.CUDAGraph]] = {}
+        self._captured: dict[tuple[int, ...], _Captured] = {}
 
     @torch.inference_mode()
-    def run(self, blocks: Sequence[Block]) -> Drafted:
+    def draft(self, blocks: Sequence[Block]) -> Drafted:
         """Candidates for each block."""
         longest = max(len(block.rows) for block in blocks)
-        shape = _Shape(_power(len(blocks)), max(SHORTEST, _power(longest)))
-        if shape not in self._captured:
-            self._capture(shape)
-        inputs, found, graph = self._captured[shape]
-        for buffer, values in zip(inputs, self._network.gather(blocks, *shape), strict=True):
-            buffer.copy_(values, non_blocking=True)
-        self._network.comm.note("replay of a draft", shape)
-        graph.replay()
+        shape = _power(len(blocks)), max(SHORTEST, _power(longest))
+        found = self._replay(shape, self._network.gather(blocks, *shape))
+        assert found is not None
         return Drafted(found.lp[: len(blocks)], found.ids[: len(blocks)])
+
+    @torch.inference_mode()
+    def absorb(self, where: torch.Tensor) -> bool:
+        """As Part.keep, of at most MOST rows of `tapped`; whether there is a graph for so many.
+
+        where int64 [3, N], pinned: rows of `tapped`, positions, context rows.
+        """
+        count = where.shape[1]
+        if count > MOST:
+            return False
+        size = max(FEWEST, _power(count))
+        padded = torch.zeros(3, size, dtype=torch.int64, pin_memory=where.is_pinned())
+        padded[:, :count] = where
+        padded[2, count:] = self._network.sink
+        self._replay((size,), [padded])
+        return True
 
     def capture_usual(self, seqs: int) -> None:
         """For up to `seqs` sequences of short texts."""
         for i in range(_power(seqs).bit_length()):
-            self._capture(_Shape(1 << i, SHORTEST))
+            self._capture((1 << i, SHORTEST))
+        for size in (FEWEST, min(MOST, max(FEWEST, _power(seqs * self._network.config.block_size)))):
+            self._capture((size,))
+
+    def _replay(self, shape: tuple[int, ...], values: Sequence[torch.Tensor]) -> Drafted | None:
+        if shape not in self._captured:
+            self._capture(shape)
+        captured = self._captured[shape]
+        for buffer, value in zip(captured.inputs, values, strict=True):
+            buffer.copy_(value, non_blocking=True)
+        self._network.comm.note("replay of a drafter's graph", shape)
+        captured.graph.replay()
+        return captured.found
 
     @torch.inference_mode()
-    def _capture(self, shape: _Shape) -> None:
-        """On blocks that have no context."""
+    def _capture(self, shape: tuple[int, ...]) -> None:
+        """With inputs that change nothing: blocks without context, or rows that go nowhere."""
+        if shape in self._captured:
+            return
         began = time.perf_counter()
-        network = self._network
-        empty = [Block(0, torch.empty(0, dtype=torch.int64))]
-        inputs = Asked(*(values.to(network.device) for values in network.gather(empty, *shape)))
+        inputs, call = self._drafting(*shape) if len(shape) == 2 else self._absorbing(*shape)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            network.forward(inputs, self._topk)  # what is loaded or set up on first use cannot be while capturing
+            call()  # what is loaded or set up on first use cannot be while capturing
         graph = torch.cuda.CUDAGraph()
         # Other threads may do as they like meanwhile: NCCL's watchdog does.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            found = network.forward(inputs, self._topk)
-        self._captured[shape] = inputs, found, graph
-        spent = 1000 * (time.perf_counter() - began)
-        logger.info("draft graph: %d sequences, context %d: %.0f ms", shape.seqs, shape.width, spent)
+            found = call()
+        self._captured[shape] = _Captured(inputs, found, graph, call)
+        kind = "%d sequences, context %d" if len(shape) == 2 else "%d rows absorbed"
+        logger.info(f"drafter's graph: {kind}: %.0f ms", *shape, 1000 * (time.perf_counter() - began))
+
+    def _drafting(self, seqs: int, width: int) -> tuple[Asked, Callable[[], Drafted]]:
+        empty = [Block(0, torch.empty(0, dtype=torch.int64))]
+        inputs = Asked(*(values.to(self._network.device) for values in self._network.gather(empty, seqs, width)))
+        return inputs, lambda: self._network.forward(inputs, self._topk)
+
+    def _absorbing(self, rows: int) -> tuple[list[torch.Tensor], Callable[[], None]]:
+        where = torch.zeros(3, rows, dtype=torch.int64, device=self._network.device)
+        where[2] = self._network.sink
+        return [where], lambda: self._network.absorb(self._tapped[where[0]], where[1], where[2])
 
 
 def _power(least: int) -> int:

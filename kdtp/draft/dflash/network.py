@@ -84,10 +84,10 @@ class DFlash:
             self._norm = Norm(weights.exact("norm.weight"), config.rms_norm_eps)
             self._selector = _selector(weights) if config.version == 2 else None
         heads = config.num_key_value_heads // comm.size
-        shape = (config.num_hidden_layers, 2, rows + 1, heads, config.head_dim)
+        shape = (config.num_hidden_layers, 2, rows + 2, heads, config.head_dim)
         self._context = torch.full(shape, torch.nan if poison else 0.0, dtype=dtype, device=device)
         self._context[:, :, rows] = 0.0  # is read in place of rows that do not exist, and counts for nothing
-        self.spare = rows
+        self.spare, self.sink = rows, rows + 1  # the sink is written in place of such rows, and never read
         self._frequencies = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling).to(device)
         said = config.rope_amplitude
         self._amplitude = rope.amplitude(config.rope_scaling) if said is None else said

@@ -35,31 +35,35 @@ class Part:
         self._target, self._topk = target, config.topk
         self._network = DFlash(folder, network, own, comm, target.rows)
         self._graphs: Graphs | None = None
-        target.tap(network.target_layer_ids)
+        self._tapped = target.tap(network.target_layer_ids)
 
     def capture(self, seqs: int) -> None:
-        """From now on draft in CUDA graphs; captured now: for up to `seqs` sequences of short texts."""
-        self._graphs = Graphs(self._network, self._topk)
+        """From now on run in CUDA graphs where few rows are kept; captured now: for up to `seqs` short texts."""
+        self._graphs = Graphs(self._network, self._topk, self._tapped)
         self._graphs.capture_usual(seqs)
 
     def keep(self, kept: Sequence[Rows]) -> None:
         """Take the last forward's features at these rows into the context."""
-        assert self._target.features is not None, "a forward without features"
+        features = self._target.features
+        assert features is not None, "a forward without features"
         taken = [row for each in kept for row in each.rows]
         positions = [p for each in kept for p in range(each.start, each.start + len(each.rows))]
         lines = [self._target.line(each.seq, each.start + len(each.rows))[each.start :] for each in kept]
-        if taken:
-            where = torch.stack([torch.tensor(taken), torch.tensor(positions), torch.cat(lines)])
-            if self._target.features.is_cuda:
-                where = where.pin_memory().to(self._target.features.device, non_blocking=True)
-            rows, at, into = where
-            self._network.absorb(self._target.features[rows], at, into)
+        if not taken:
+            return
+        where = torch.stack([torch.tensor(taken), torch.tensor(positions), torch.cat(lines)])
+        if features.is_cuda:
+            where = where.pin_memory()
+        few = self._graphs is not None and features.data_ptr() == self._tapped.data_ptr()
+        if not few or self._graphs is None or not self._graphs.absorb(where):
+            rows, at, into = where.to(features.device, non_blocking=True)
+            self._network.absorb(features[rows], at, into)
 
     def draft(self, roots: Sequence[Root]) -> tuple[tuple[int, ...], bytes]:
         """Candidates for each: shape and frame of Drafts."""
         blocks = [Block(root.token, self._line(root)) for root in roots]
         if self._graphs is not None:
-            return pack(self._graphs.run(blocks))
+            return pack(self._graphs.draft(blocks))
         return pack(self._network.draft(blocks, self._topk))
 
     def _line(self, root: Root) -> torch.Tensor:
