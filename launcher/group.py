@@ -213,7 +213,7 @@ def _loopback_store(size: int) -> tuple[TCPStore | None, int]:
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """torchrun's contract, for one machine. GLOO_SOCKET_IFNAME keeps gloo off the address of the host name."""
+    """torchrun's contract, for one machine. gloo and NCCL meet over loopback: nobody else can reach them."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -225,4 +225,5 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "none",
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
     }

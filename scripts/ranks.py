@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from kdtp import log
+from kdtp.engine import guard
 from kdtp.model import push
 from kdtp.model.comm import Comm, Gloo, Nccl
 
@@ -64,7 +65,8 @@ def start(script: str, size: int, arguments: Sequence[str], seconds: float) -> i
 
 
 def join() -> Joined:
-    """Connect this rank; small messages are pushed where the engine would push them."""
+    """Connect this rank, which ends with its parent; small messages are pushed where the engine would push them."""
+    guard.end_with_parent(os.getppid())
     os.environ |= NO_MULTICAST
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     alone = torch.cuda.device_count() >= size

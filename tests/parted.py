@@ -13,7 +13,7 @@ from kdtp.types import SamplingParams
 from tests.harness import Harness
 from tests.paths import TINY
 
-STEP_TIMEOUT = 3.0
+STEP_TIMEOUT = 5.0  # the first step loads kernels
 STEPS = 3  # that are well
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kdtp.config import EngineConfig
+from kdtp.config import ConfigError, EngineConfig
 from kdtp.engine.plan import plan
 from tests.gpu.conftest import missing
 
@@ -26,8 +26,9 @@ def gpus(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-def need_legal(model: Path, tp: int) -> None:
+def need_legal(model: Path, tp: int, dtype: str = "float32") -> None:
     """Skip a test of a model that so many ranks cannot share."""
-    legal = plan(EngineConfig(str(model))).model.legal_tp()
-    if tp not in legal:
-        pytest.skip(f"{model.name} can be split over {legal} ranks, not over {tp}")
+    try:
+        plan(EngineConfig(str(model), tp, DEVICE, dtype))
+    except ConfigError as error:
+        pytest.skip(str(error))

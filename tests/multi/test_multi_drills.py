@@ -53,11 +53,16 @@ def before() -> list[int]:
 
 def wait_for_memory(before: list[int]) -> None:
     """Nothing is taken any more that was not before."""
+    seen: list[list[int]] = []
 
     def free() -> bool:
-        return all(now <= then + SLACK for now, then in zip(used(), before, strict=True))
+        seen.append(used())
+        return all(now <= then + SLACK for now, then in zip(seen[-1], before, strict=True))
 
-    until(free, 15, f"memory as before: {before}, is {used()}")
+    try:
+        until(free, 15)
+    except AssertionError:
+        pytest.fail(f"bytes of GPU memory: {before} before, then {seen}")
 
 
 def under_way(engine: Running) -> list[int]:
@@ -119,6 +124,13 @@ def test_ranks_that_part(gpus: int, way: str, error: str, capsys: pytest.Capture
         print(f"\n{gpus} GPUs, {way}, {error}: {text[:150]} ({time.monotonic() - began:.1f} s with loading)")
     if error == "turned":
         assert "other collectives" in text or "was in all-reduce" in text
+
+
+def test_nobody_listens_to_other_machines(gpus: int, tmp_path: Path) -> None:
+    need_legal(TINY, gpus)
+    with Running(tmp_path, "--device", DEVICE, tp=gpus, program=("-m", "tests.odd_engine", "base")) as engine:
+        found = [c for p in engine.family() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert {c.laddr.ip for c in found} <= {"127.0.0.1"}, found
 
 
 def test_a_service_comes_back(gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

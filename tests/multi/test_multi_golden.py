@@ -15,6 +15,7 @@ from kdtp.config import DrafterConfig
 from kdtp.engine.link import ZmqLink
 from kdtp.types import SamplingParams
 from tests import hf_cases, parted
+from tests.dflash import Loaded, random_text
 from tests.harness import NONE, Done, Harness
 from tests.hf_golden import Golden
 from tests.multi.conftest import DEVICE, need_legal
@@ -114,14 +115,36 @@ def test_batches_and_chunks_change_no_bit(ranks: tuple[Way, Harness]) -> None:
             assert one.logits.tobytes() == other.logits.tobytes()
 
 
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_a_network_drafts_on_all_ranks(
+    version: str, gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any tree of its drafts gives the bits of plain decoding."""
+    need_legal(TINY, gpus, "bfloat16")
+    loaded = Loaded(tmp_path, TINY, tp=gpus, device=DEVICE, dtype="bfloat16", kv_tokens=1 << 13)
+    prompts, params = [random_text(i, size) for i, size in enumerate((1, 20, 90))], SamplingParams(max_tokens=16)
+    try:
+        drafter = loaded.settings(version)
+        harness = loaded.harness(drafter)
+        plain = harness.run(prompts, params)
+        trees = harness.run(prompts, params, drafter)
+    finally:
+        loaded.close()
+    for tree, alone in zip(trees, plain, strict=True):
+        assert tree.tokens == alone.tokens and tree.logits.tobytes() == alone.logits.tobytes()
+        assert sum(tree.usage.drafted_by_depth) > 0
+    with capsys.disabled():
+        accepted = sum(sum(tree.usage.accepted_by_depth) for tree in trees)
+        print(f"\n{gpus} GPUs, DFlash {version}: {accepted} draft tokens accepted")
+
+
 @pytest.mark.parametrize("name", ["k25"])
 def test_a_published_checkpoint_with_int4_experts(
     name: str, gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Kept in INT4; trees are plain decoding, and the logits those of transformers as near as bfloat16 is."""
     path, golden = hf_cases.write(name, tmp_path), Golden(name)
-    if gpus > 4:
-        pytest.skip(f"{name} can be split over 1, 2, 4 ranks")
+    need_legal(path, gpus, "bfloat16")
     harness = Harness(path, gpus, device=DEVICE, dtype="bfloat16")
     prompts = [tuple(prompt.tolist()) for prompt in golden.prompts]
     params = SamplingParams(max_tokens=len(golden.tokens[0]), ignore_eos=True)
