@@ -7,6 +7,7 @@ and leaves the numbers of the second one's steps in NOTES/steps.json.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,6 @@ from kdtp.types import SamplingParams  # noqa: E402
 from scripts import gap_rank  # noqa: E402
 
 PROMPT = tuple(range(1, 9)) * 2
-_PATIENCE = 60.0  # seconds for a rank to leave its notes
 
 
 def complete(coordinator: Coordinator, label: int, tokens: int) -> tuple[int, int]:
@@ -42,6 +42,7 @@ def complete(coordinator: Coordinator, label: int, tokens: int) -> tuple[int, in
 def main() -> int:
     """Run it."""
     notes, folder, config, tokens = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
+    guard.end_with_parent(os.getppid())
     guard.dump_stacks_on_signal()
     checked = plan(build(EngineConfig, config, "bench_gap"))
     tp = checked.config.tp
@@ -57,8 +58,8 @@ def main() -> int:
     (notes / gap_rank.PROFILE).touch()
     complete(coordinator, 3, tokens)
     coordinator.fleet.dismiss("measured")
-    until = time.monotonic() + _PATIENCE
-    while not all((notes / f"rank-{rank}.json").exists() for rank in range(tp)):
+    until = time.monotonic() + gap_rank.PATIENCE
+    while not gap_rank.all_left(notes, tp):
         if time.monotonic() > until:
             print("bench_gap: a rank has left no notes", file=sys.stderr)
             return 1

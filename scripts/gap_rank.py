@@ -27,6 +27,7 @@ from kdtp.types import SeqRows  # noqa: E402
 from scripts.gpu_time import spans_of  # noqa: E402
 
 PROFILE = "profile"
+PATIENCE = 60.0  # seconds for a rank to leave its notes
 Plain = worker.Worker
 
 
@@ -79,6 +80,14 @@ class TimedWorker(Plain):
         path = self.folder / f"rank-{self.rank}.json"
         path.with_suffix(".part").write_text(json.dumps({"steps": self._steps, "spans": spans}))
         path.with_suffix(".part").rename(path)
+        until = time.monotonic() + PATIENCE
+        while not all_left(self.folder, self.size) and time.monotonic() < until:
+            time.sleep(0.02)  # who ends first gives the others little time
+
+
+def all_left(folder: Path, size: int) -> bool:
+    """Whether every rank has left its notes."""
+    return all((folder / f"rank-{rank}.json").exists() for rank in range(size))
 
 
 def take_place(folder: Path) -> None:

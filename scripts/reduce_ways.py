@@ -67,7 +67,8 @@ def symmetric(rows: int) -> Iterator[Way]:
     group = dist.group.WORLD
     assert group is not None
     name, ops = group.group_name, torch.ops.symm_mem
-    x, y = (symmetric_memory.empty(rows, WIDTH, dtype=torch.bfloat16, device="cuda").zero_() for _ in range(2))
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, y = (symmetric_memory.empty(rows, WIDTH, dtype=torch.bfloat16, device=device).zero_() for _ in range(2))
     for tensor in (x, y):
         symmetric_memory.rendezvous(tensor, group)
 
