@@ -18,6 +18,7 @@ __all__ = [  # what comes from kdtp.values, and what is made here
     "DEVICES",
     "DRAFTERS",
     "DTYPES",
+    "PLACEMENTS",
     "PLACES",
     "SHAPES",
     "WIDTHS",
@@ -162,8 +163,9 @@ class DrafterConfig:
     or "seeded" for that path, whole, and then the best others. width: "budget" nodes in every round, or "auto", at most
     so many: those that bring the most expected tokens per second by measured time, none if none do. hit[d]: the
     oracle's chance to know depth d + 1 (the last value holds for deeper ones); rank: the truth is put at a random rank
-    below this; ngram_max: longest match. 0 leaves to the network's file its window (tokens back) and amplitude (of its
-    cosines).
+    below this; ngram_max: longest match. placement: of the network, "workers" (split over the ranks, beside the
+    target) or "coordinator" (whole in its process). 0 leaves to the network's file its window (tokens back) and
+    amplitude (of its cosines).
     """
 
     name: str = "none"
@@ -172,6 +174,7 @@ class DrafterConfig:
     topk: Annotated[int, Range(1, 64)] = 16
     shape: str = "tree"
     width: str = "budget"
+    placement: str = "auto"
     hit: tuple[float, ...] = (1.0,)
     rank: int = 1
     seed: Annotated[int, Range(-(1 << 63), (1 << 63) - 1)] = 0
@@ -190,7 +193,7 @@ class DrafterConfig:
         check_ranges(self, "drafter.")
         network = "dflash" in self.name
         want(bool(self.model) == network, "drafter.model", self.model, "a folder with dflash, else absent")
-        for key, among in (("shape", SHAPES), ("width", WIDTHS)):
+        for key, among in (("shape", SHAPES), ("width", WIDTHS), ("placement", PLACEMENTS)):
             want(getattr(self, key) in among, f"drafter.{key}", getattr(self, key), f"one of {', '.join(among)}")
         legal = 1 <= len(self.hit) <= _DEEPEST and all(0.0 <= p <= 1.0 for p in self.hit)
         want(legal, "drafter.hit", self.hit, f"1..{_DEEPEST} probabilities 0..1")
@@ -200,6 +203,7 @@ class DrafterConfig:
 DRAFTERS = ("none", "oracle", "ngram", "dflash", "dflash+ngram")
 SHAPES = ("tree", "chain", "seeded")
 WIDTHS = ("budget", "auto")
+PLACEMENTS = ("auto", "workers", "coordinator")
 DTYPES = ("float32", "bfloat16")
 DEVICES, PLACES = ("cpu", "cuda"), ("auto", "process", "worker0")  # PLACES: of the coordinator
 

@@ -114,7 +114,8 @@ class Ids(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     the collectives that a rank has made.
 
     Only from rank 0 and only if asked: logprobs of the picked rows of the sequences that want them, in order; shape:
-    (R, V) of the float32 logits in the frame after this message.
+    (R, V) of the float32 logits in the frame after this message. features: where it has left what a network at the
+    coordinator reads, as engine.features names it.
     """
 
     epoch: Count
@@ -124,6 +125,7 @@ class Ids(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     logprobs: tuple[Logprob, ...] = ()
     shape: tuple[Count, Count] | None = None
     made: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    features: Count | None = None
 
 
 class Fault(Struct, frozen=True, forbid_unknown_fields=True, tag=True):

@@ -21,6 +21,7 @@ PAGE_ROWS = 64  # rows of latent KV in one page, on every rank
 MOST_THREADS = 8
 # Rows of the batches that CUDA graphs are captured for; above 8, whole tiles of the kernels.
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+WIDE = 1024  # hidden size from which more CPU threads than one pay; below, they mostly wait for each other
 ROOT = -1  # "parent" of node 0
 NO_TOKEN = -1  # instead of an id: the row's logits hold NaN, or its rule allows no id
 MOST_LOGPROBS = 20  # beside the chosen id

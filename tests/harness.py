@@ -21,7 +21,7 @@ from kdtp.engine.coordinator import Compile, Coordinator
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import Link, ZmqLink
-from kdtp.engine.network import OnRanks
+from kdtp.engine.network import placed
 from kdtp.engine.plan import plan
 from kdtp.engine.request import Request
 from kdtp.messages import Finished, Scored, Tokens, Usage
@@ -74,7 +74,7 @@ class Harness:
     def coordinator(self, drafter: DrafterConfig = NONE, known: Mapping | None = None, **settings) -> Coordinator:
         """A fresh coordinator over the loaded ranks."""
         config = dataclasses.replace(self.config, drafter=drafter, **settings)
-        made = draft.make(drafter, known or {}, self.plan.model.vocab_size, OnRanks(self.fleet))
+        made = draft.make(drafter, known or {}, self.plan.model.vocab_size, placed(config, self.fleet))
         coordinator = Coordinator(config, self.plan.model, self.fleet, made, self.compile)
         coordinator.start()
         return coordinator

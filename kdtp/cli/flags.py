@@ -44,6 +44,10 @@ _DRAFTER = {
     "seed": ("drafter-seed", "oracle: seed of its chances"),
     "ngram_max": ("ngram-max", "ngram: longest match"),
     "model": ("drafter-model", "dflash: folder of the drafter, as published"),
+    "placement": (
+        "drafter-placement",
+        "dflash: workers (split over the ranks) or coordinator (whole in its process, on a CPU)",
+    ),
     "window": ("drafter-window", "dflash: how many tokens back it sees (0: as its file says)"),
     "amplitude": ("drafter-amplitude", "dflash: of its rotary embedding, unless its file says one (0: by its YaRN)"),
 }

@@ -14,7 +14,7 @@ from kdtp.engine.coordinator import Coordinator
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import Link, LocalLink
-from kdtp.engine.network import OnRanks
+from kdtp.engine.network import placed
 from kdtp.engine.plan import Plan
 from kdtp.engine.worker import Worker
 from kdtp.grammar import Grammars
@@ -56,7 +56,7 @@ def assemble(plan: Plan, links: Sequence[Link], serves: bool = False) -> tuple[C
     config, golden = plan.config, plan.golden
     fleet = Fleet(links, epoch=secrets.randbits(52), step_timeout=config.step_timeout)
     known = {golden.prompt: golden.tokens} if golden else {}
-    drafter = draft.make(config.drafter, known, plan.model.vocab_size, OnRanks(fleet))
+    drafter = draft.make(config.drafter, known, plan.model.vocab_size, placed(config, fleet))
     grammars = Grammars(config.model, plan.model.vocab_size, plan.model.eos_token_ids)
     if serves:
         threading.Thread(target=grammars.prepare, daemon=True).start()

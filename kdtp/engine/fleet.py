@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ class Fleet:
         self._step_timeout = step_timeout
         self._seconds_per_row = 0.0
         self._fault: EngineFault | None = None
+        self.features = 0, 0  # process and descriptor of what the last forward has left, if it was to
         self._local = [link for link in links if isinstance(link, LocalLink)]
         self._remote = [link for link in links if isinstance(link, ZmqLink)]
         self._poller = zmq.Poller()
@@ -60,6 +62,9 @@ class Fleet:
         self._check(answers, sum(s.pick for s in seqs), want_logits)
         if rows:
             self._seconds_per_row += 0.1 * ((time.monotonic() - started) / rows - self._seconds_per_row)
+        hello, left = self.links[0].hello, answers[0][0].features
+        if left is not None:
+            self.features = os.getpid() if hello is None else hello.pid, left
         return answers[0]
 
     def commit(self, moves: Sequence[Move], released: Sequence[int]) -> None:

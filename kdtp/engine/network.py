@@ -1,14 +1,33 @@
-"""A network that drafts on the ranks, beside the target: the coordinator's end of it."""
+"""A network that drafts, at the coordinator's end: on the ranks beside the target, or whole in the coordinator."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
+
+from kdtp.config import EngineConfig
 from kdtp.draft.base import Kept
-from kdtp.draft.dflash.part import unpack
+from kdtp.draft.dflash import config as configs
+from kdtp.draft.dflash.drafter import Network
+from kdtp.draft.dflash.network import Block, DFlash, TargetPart
+from kdtp.draft.dflash.part import lines, unpack
 from kdtp.drafting import Root, Rows
+from kdtp.engine import features
 from kdtp.engine.fleet import Fleet
+from kdtp.engine.link import EngineFault
+from kdtp.engine.plan import is_alone
+from kdtp.model.comm import Solo
+from kdtp.model.weights.load import Weights, open_model
 from kdtp.proposals import Conditionals, Marginals
+from kdtp.types import MOST_THREADS, WIDE
+
+
+def placed(config: EngineConfig, fleet: Fleet) -> Network:
+    """The network where `config` wants it; nothing is loaded yet."""
+    return OnCoordinator(config, fleet) if config.drafter.placement == "coordinator" else OnRanks(fleet)
 
 
 class OnRanks:
@@ -24,7 +43,62 @@ class OnRanks:
         """As Network; the ranks know the pages."""
         self._fleet.keep([Rows(each.seq, each.start, tuple(each.rows)) for each in kept])
 
+    def root(self, root: Root, pages: Sequence[int], told: bool) -> Root:
+        """As Network: pages that a forward has told are known."""
+        return root if told else Root(root.seq, root.token, root.start, tuple(pages))
+
     def draft(self, roots: Sequence[Root]) -> Sequence[Marginals | Conditionals]:
         """As Network. EngineFault as Fleet.draft."""
         shape, frame = self._fleet.draft(roots)
         return unpack(shape, frame).proposals()
+
+
+class OnCoordinator:
+    """Whole in this process, on a CPU, with an embedding and a head of its own; features are read where rank 0 leaves
+    them."""
+
+    def __init__(self, config: EngineConfig, fleet: Fleet) -> None:
+        self._config, self._fleet = config, fleet
+        self._features: torch.Tensor | None = None
+
+    def start(self) -> None:
+        """Load it. Errors as Weights of both."""
+        config, drafter = self._config, self._config.drafter
+        folder = Path(drafter.model)
+        self._settings = configs.read(folder, drafter.amplitude or None, drafter.window)
+        if not is_alone(config):  # then the rank in this process has set them
+            many = config.threads or (os.cpu_count() or 1 if self._settings.hidden_size >= WIDE else 1)
+            torch.set_num_threads(min(MOST_THREADS, many))
+        with open_model(config.model) as source:
+            weights = Weights(source, 0, 1, config.dtype, lambda done, total: None)
+            target = TargetPart(weights.take("embed"), weights.matrix("head"), 0)
+        self._network = DFlash(folder, self._settings, target, Solo(), config.kv_tokens)
+
+    def keep(self, kept: Sequence[Kept]) -> None:
+        """As Network."""
+        taken = [row for each in kept for row in each.rows]
+        if not taken:
+            return
+        positions = [p for each in kept for p in range(each.start, each.start + len(each.rows))]
+        into = [lines(each.pages, each.start + len(each.rows))[each.start :] for each in kept]
+        self._network.absorb(self._left()[taken], torch.tensor(positions), torch.cat(into))
+
+    def root(self, root: Root, pages: Sequence[int], told: bool) -> Root:
+        """As Network."""
+        return Root(root.seq, root.token, root.start, tuple(pages))
+
+    def draft(self, roots: Sequence[Root]) -> Sequence[Marginals | Conditionals]:
+        """As Network."""
+        blocks = [Block(root.token, lines(root.pages, root.start)) for root in roots]
+        return self._network.draft(blocks, self._config.drafter.topk).proposals()
+
+    def _left(self) -> torch.Tensor:
+        """What the last forward has left. EngineFault if rank 0's memory cannot be mapped."""
+        if self._features is None:
+            pid, fd = self._fleet.features
+            dtype = getattr(torch, self._config.dtype)
+            try:
+                self._features = features.opened(pid, fd, self._settings.features, dtype)
+            except (OSError, ValueError) as error:
+                raise EngineFault(f"the features of rank 0 (pid {pid}) cannot be mapped: {error}") from None
+        return self._features

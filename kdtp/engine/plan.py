@@ -103,11 +103,16 @@ def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     if max(network.target_layer_ids) >= model.num_hidden_layers:
         layers = model.num_hidden_layers
         raise ConfigError(f"{path}: target_layer_ids = {network.target_layer_ids}: the model has {layers} layers")
-    if config.tp not in network.legal_tp():
+    placement = "workers" if chosen.placement == "auto" else chosen.placement
+    if placement == "coordinator" and config.device != "cpu":
+        text = f"drafter.placement = {placement!r}: must be 'workers' on {config.device}"
+        raise ConfigError(f"{text}: features stay on the GPUs that made them", "drafter.placement")
+    if placement == "workers" and config.tp not in network.legal_tp():
         legal = ", ".join(map(str, network.legal_tp()))
         raise ConfigError(f"tp = {config.tp}: the drafter {path} can be split over {legal} ranks", "tp")
     with Folder(path, network):
-        return dataclasses.replace(chosen, model=str(path), block=min(chosen.block, network.block_size))
+        block = min(chosen.block, network.block_size)
+        return dataclasses.replace(chosen, model=str(path), block=block, placement=placement)
 
 
 def _file(path: str) -> _Model:

@@ -18,10 +18,11 @@ import torch
 import zmq
 
 from kdtp import log
-from kdtp.config import DrafterConfig, EngineConfig, build, digest
+from kdtp.config import EngineConfig, build, digest
 from kdtp.drafting import Draft, Drafts, Keep
-from kdtp.engine import devices, guard, rundir
+from kdtp.engine import devices, features, guard, rundir
 from kdtp.engine.choose import Chooser
+from kdtp.engine.features import Shared
 from kdtp.engine.link import tune
 from kdtp.log import logger
 from kdtp.messages import (
@@ -41,14 +42,13 @@ from kdtp.messages import (
 from kdtp.model import comm as comms
 from kdtp.model.comm import Comm
 from kdtp.model.shard import Shard
-from kdtp.types import MOST_THREADS, PAGE_ROWS, Logprob
+from kdtp.types import MOST_THREADS, PAGE_ROWS, WIDE, Logprob
 from kdtp.version import __version__
 
 if TYPE_CHECKING:
     from kdtp.draft.dflash.part import Part  # loaded if there is a network
 
 WELCOME_TIMEOUT = 60.0  # seconds between hello and welcome
-_WIDE = 1024  # hidden size from which more threads than one pay; below, they mostly wait for each other
 _LAST_PAUSE = 1.0  # seconds to stay after the coordinator has ended: the launcher asks all ranks for their stacks
 
 Emit = Callable[[FromWorker, bytes | None], None]
@@ -74,6 +74,7 @@ class Worker:
         self._shard: Shard | None = None
         self._chooser: Chooser | None = None
         self._part: Part | None = None
+        self._left: Shared | None = None  # features for a network at the coordinator
 
     def hello(self) -> None:
         """Say who this is."""
@@ -133,14 +134,27 @@ class Worker:
         comm = self._connect(config.device, max(60.0, 4 * config.step_timeout))
         pages = config.kv_tokens // PAGE_ROWS
         self._shard = Shard.load(config.model, comm, config.dtype, pages, self._progress, device)
-        self._part = _part(config.drafter, self._shard)
+        self._prepare_drafts(config)
         self._chooser = Chooser(self._shard)
-        if not config.threads and self._shard.config.hidden_size >= _WIDE:
+        if not config.threads and self._shard.config.hidden_size >= WIDE:
             torch.set_num_threads(min(MOST_THREADS, max(1, (os.cpu_count() or 1) // self.size)))
         comm.all_reduce(torch.zeros(1, device=device))
         if device.type == "cuda":
             devices.prepare_gpu(self._shard, self._part, config)
         self._emit(Ready(self._epoch, self.rank, digest(config), self._shard.model_hash), None)
+
+    def _prepare_drafts(self, config: EngineConfig) -> None:
+        if not config.drafter.network:
+            return
+        from kdtp.draft.dflash import part
+
+        if config.drafter.placement == "workers":
+            self._part = part.Part(config.drafter, self.shard, self.shard.comm)
+        elif self.rank == 0:
+            layers = part.taps(config.drafter)
+            width = len(layers) * self.shard.config.hidden_size
+            self._left = Shared(features.rows(config), width, self.shard.embed.dtype)
+            self.shard.tap(layers, self._left.tensor)
 
     def fault(self, error: BaseException) -> Fault:
         """What to tell the coordinator of this rank's end."""
@@ -162,8 +176,10 @@ class Worker:
                     frame, shape = full.cpu().numpy().tobytes(), (full.shape[0], full.shape[1])
             ids, wanted = self.chooser.choose(logits, message.seqs)
             self.shard.comm.check()
-        made = self.shard.comm.made
-        self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), tuple(wanted), shape, made), frame)
+            if self._left is not None:
+                self._left.check(self.shard.features)
+        made, left = self.shard.comm.made, None if self._left is None else self._left.fd
+        self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), tuple(wanted), shape, made, left), frame)
 
     def _draft(self, message: Draft) -> None:
         shape, frame = self.part.draft(message.roots)
@@ -175,14 +191,6 @@ class Worker:
         if self._shard is None:
             raise Refused(reason)
         self.ended = True
-
-
-def _part(config: DrafterConfig, shard: Shard) -> Part | None:
-    if not config.network:
-        return None
-    from kdtp.draft.dflash.part import Part
-
-    return Part(config, shard, shard.comm)
 
 
 class Socket:

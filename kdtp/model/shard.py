@@ -116,14 +116,15 @@ class Shard:
         """Rows of the KV cache."""
         return self.cache.pages * PAGE_ROWS
 
-    def tap(self, layers: Sequence[int]) -> torch.Tensor:
+    def tap(self, layers: Sequence[int], into: torch.Tensor | None = None) -> torch.Tensor:
         """From now on, `features` are the residual stream of the last forward's rows after each of these layers, side
-        by side, [M, taps * H]: what a drafter is made to read. Returns the place where batches of up to ROWS[-1] rows
-        leave them. Before `capture`: graphs hold it."""
+        by side, [M, taps * H]: what a drafter is made to read. Returns the place where batches of few rows leave
+        them, which is `into` if that is given. Before `capture`: graphs hold it."""
         assert all(0 <= i < len(self._layers) for i in layers), f"layers {layers} of {len(self._layers)}"
         assert self._graphs is None, "graphs were captured without taps"
         self._taps = tuple(layers)
-        self._tapped = self.embed.new_zeros(ROWS[-1], len(layers) * self.config.hidden_size)
+        width = len(layers) * self.config.hidden_size
+        self._tapped = self.embed.new_zeros(ROWS[-1], width) if into is None else into
         return self._tapped
 
     def line(self, seq: int, count: int) -> torch.Tensor:

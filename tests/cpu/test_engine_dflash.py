@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from reference_cases import random_model
 
 from kdtp import Engine
 from kdtp.config import ConfigError, DrafterConfig, EngineConfig
+from kdtp.engine import plan as plans
+from kdtp.engine.features import Shared, opened
 from kdtp.engine.plan import plan
 from kdtp.engine.request import Request
 from kdtp.model.weights.safetensors import CheckpointError
@@ -27,6 +30,7 @@ from tests.processes import TINY
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("dflash")]
 WAYS = ({"shape": "chain"}, {"shape": "seeded"}, {"name": "dflash+ngram"})
+HERE = {"placement": "coordinator"}
 LONG = dataclasses.replace(RANDOM["grouped"], max_position_embeddings=400, vocab_size=53)
 
 
@@ -38,27 +42,29 @@ def loaded(tmp_path_factory):
     made.close()
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[(2, "v1", ({}, HERE)), (4, "v2", ({},))], ids=["2-v1", "4-v2"])
 def ranks(request, tmp_path_factory):
+    """Several ranks, a drafter's version, and where its network is."""
+    tp, version, places = request.param
     folder = tmp_path_factory.mktemp("ranks")
-    made = Loaded(folder, write_random(folder / "m.kdtr", LONG), tp=request.param)
-    yield made
+    made = Loaded(folder, write_random(folder / "m.kdtr", LONG), tp=tp)
+    yield made, version, places
     made.close()
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_any_draft_gives_the_text_and_the_bits_of_plain_decoding(loaded, version, temperature):
-    check_drafts(loaded, version, temperature, ({}, *WAYS, {"budget": 7, "window": 16}, {"budget": 0}))
+    check_drafts(loaded, version, temperature, ({}, *WAYS, HERE, {"budget": 7, "window": 16}, {"budget": 0}))
 
 
-@pytest.mark.parametrize(("version", "temperature"), [("v1", 0.8), ("v2", 0.0)])
-def test_networks_on_many_ranks(ranks, loaded, version, temperature):
-    check_drafts(ranks, version, temperature, ({}, *WAYS[-1:]))
+def test_networks_of_many_ranks(ranks):
+    many, version, places = ranks
+    check_drafts(many, version, 0.8, (*places, WAYS[-1]), size=10)
 
 
-def check_drafts(loaded, version, temperature, all_changes):
-    params = SamplingParams(max_tokens=14, temperature=temperature, seed=3)
+def check_drafts(loaded, version, temperature, all_changes, size=14):
+    params = SamplingParams(max_tokens=size, temperature=temperature, seed=3)
     prompts = [random_text(i, size) for i, size in enumerate((1, 20, 30))]
     prompts[2] *= 3  # which the lookup finds
     plain = loaded.harness(loaded.settings(version)).run(prompts, params)
@@ -73,17 +79,18 @@ def check_drafts(loaded, version, temperature, all_changes):
     assert accepted > 3, accepted
 
 
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_any_number_of_ranks_drafts_alike(ranks, loaded, version):
+def test_any_number_of_ranks_and_the_coordinator_draft_alike(ranks, loaded):
+    many, version, places = ranks
     drafter = loaded.settings(version)
     requests = [Request(i, random_text(i, 30 * i + 9), SamplingParams(max_tokens=9)) for i in range(3)]
     one, _ = drafts(loaded.harness(drafter), drafter, [copies(requests)])
-    drafter = ranks.settings(version)
-    many, _ = drafts(ranks.harness(drafter), drafter, [copies(requests)])
-    assert one.keys() == many.keys() and len(one) > 9
-    for text, proposal in one.items():
-        assert_close(many[text].lp, proposal.lp, atol=2e-5)
-        assert torch.equal(many[text].ids, proposal.ids)
+    for changes in places:
+        drafter = many.settings(version, **changes)
+        found, _ = drafts(many.harness(drafter), drafter, [copies(requests)])
+        assert one.keys() == found.keys() and len(one) > 9
+        for text, proposal in one.items():
+            assert_close(found[text].lp, proposal.lp, atol=2e-5)
+            assert torch.equal(found[text].ids, proposal.ids)
 
 
 def copies(requests):
@@ -195,6 +202,41 @@ def test_a_folder_goes_with_a_network():
     for values in ({"name": "dflash"}, {"name": "ngram", "model": "x"}):
         with pytest.raises(ConfigError, match=r"drafter\.model"):
             DrafterConfig(**values)
+
+
+def test_from_the_outside_with_the_network_at_the_coordinator(tmp_path):
+    checked = plan(EngineConfig(str(TINY)))
+    drafter = settings(drafter_folder(tmp_path, V1, checked.model), placement="coordinator", topk=60)
+    with Engine(str(TINY), tp=2, drafter=drafter) as engine:
+        (done,) = engine.generate([checked.golden.prompt], SamplingParams(max_tokens=8))
+    assert list(done.tokens) == list(checked.golden.tokens[:8]) and done.usage.drafted_by_depth
+
+
+def test_features_that_cannot_be_mapped():
+    """Another process's memory, or of another width; and more rows than there is memory for."""
+    shared = Shared(8, 6, torch.float32)
+    there = opened(os.getpid(), shared.fd, 6, torch.float32)
+    shared.tensor[3] = 2.5
+    assert torch.equal(there, shared.tensor) and there[3].tolist() == [2.5] * 6
+    with pytest.raises(ValueError, match="192 bytes: no rows of 7"):
+        opened(os.getpid(), shared.fd, 7, torch.float32)
+    with pytest.raises(OSError, match=r"No such file|Permission"):
+        opened(os.getpid(), 999, 6, torch.float32)
+    shared.check(shared.tensor[:4])
+    with pytest.raises(RuntimeError, match="9 rows of features: shared memory is for 8"):
+        shared.check(torch.zeros(9, 6))
+
+
+@pytest.mark.parametrize("placement", ["coordinator", "here"])
+def test_placements_that_are_not(placement, tmp_path, monkeypatch):
+    if placement == "here":
+        with pytest.raises(ConfigError, match=r"drafter\.placement = 'here': must be one of auto, workers"):
+            settings(tmp_path, placement=placement)
+        return
+    monkeypatch.setattr(plans, "_check_cuda", lambda: None)
+    folder = drafter_folder(tmp_path, V1, plan(EngineConfig(str(TINY))).model)
+    with pytest.raises(ConfigError, match="placement = 'coordinator': must be 'workers' on cuda: features stay"):
+        plan(EngineConfig(str(TINY), device="cuda", drafter=settings(folder, placement=placement)))
 
 
 def test_ranks_that_the_drafter_cannot_be_split_over(tmp_path):

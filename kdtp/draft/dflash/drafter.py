@@ -20,6 +20,10 @@ class Network(Protocol):
     def keep(self, kept: Sequence[Kept]) -> None:
         """Take the last forward's features at the rows that stay into the context."""
 
+    def root(self, root: Root, pages: Sequence[int], told: bool) -> Root:
+        """A root with as many of its pages as the network must be told; told: whether a forward has told them all."""
+        ...
+
     def draft(self, roots: Sequence[Root]) -> Sequence[Marginals | Conditionals]:
         """Candidates for what follows each root."""
         ...
@@ -78,7 +82,7 @@ class DFlashDrafter:
     def _root(self, ask: Ask) -> Root:
         follow = self._seqs[ask.seq]
         assert follow.start == follow.tokens - 1, f"sequence {ask.seq}: {follow.start} rows of {follow.tokens} tokens"
-        return Root(ask.seq, follow.token, follow.start, () if follow.told else tuple(ask.pages))
+        return self._network.root(Root(ask.seq, follow.token, follow.start), ask.pages, follow.told)
 
 
 def _cut(proposal: Marginals | Conditionals, depth: int) -> Proposal:

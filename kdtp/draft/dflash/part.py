@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,10 +67,17 @@ class Part:
 
     def _line(self, root: Root) -> torch.Tensor:
         """The context row of each row before the root."""
-        if not root.pages:
-            return self._target.line(root.seq, root.start)
-        first = (range(page * PAGE_ROWS, (page + 1) * PAGE_ROWS) for page in root.pages)
-        return torch.tensor([*itertools.chain.from_iterable(first)][: root.start])
+        return lines(root.pages, root.start) if root.pages else self._target.line(root.seq, root.start)
+
+
+def lines(pages: Sequence[int], count: int) -> torch.Tensor:
+    """The context row of each of the first `count` rows in `pages`, int64 [count]."""
+    return (torch.tensor(pages)[:, None] * PAGE_ROWS + torch.arange(PAGE_ROWS)).flatten()[:count]
+
+
+def taps(config: DrafterConfig) -> tuple[int, ...]:
+    """The layers of the target that the network reads."""
+    return configs.read(Path(config.model)).target_layer_ids
 
 
 def pack(drafted: Drafted) -> tuple[tuple[int, ...], bytes]:
