@@ -37,7 +37,9 @@ def drafter_folder(folder: Path, base: dict[str, Any], model: ModelConfig) -> Pa
 
 def settings(folder: Path, **changes: Any) -> DrafterConfig:
     """Of a drafter in a folder."""
-    return DrafterConfig(**{"name": "dflash", "block": 5, "budget": 24, "model": str(folder)} | changes)
+    return DrafterConfig(
+        **{"name": "dflash", "block": 5, "budget": 24, "model": str(folder), "placement": "workers"} | changes
+    )
 
 
 class Loaded:

@@ -18,7 +18,7 @@ from kdtp.log import amount
 from kdtp.model.weights import kdtr
 from kdtp.model.weights.hf import Checkpoint
 from kdtp.model.weights.hf_sizes import available_memory, keeps_int4, legal_tp, weight_bytes
-from kdtp.types import PAGE_ROWS
+from kdtp.types import PAGE_ROWS, WIDE
 
 FORMAT = "kdtp-model"
 _GOLDEN = ("golden.prompt", "golden.tokens", "golden.logits")
@@ -103,7 +103,7 @@ def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     if max(network.target_layer_ids) >= model.num_hidden_layers:
         layers = model.num_hidden_layers
         raise ConfigError(f"{path}: target_layer_ids = {network.target_layer_ids}: the model has {layers} layers")
-    placement = "workers" if chosen.placement == "auto" else chosen.placement
+    placement = _best_place(config, model) if chosen.placement == "auto" else chosen.placement
     if placement == "coordinator" and config.device != "cpu":
         text = f"drafter.placement = {placement!r}: must be 'workers' on {config.device}"
         raise ConfigError(f"{text}: features stay on the GPUs that made them", "drafter.placement")
@@ -113,6 +113,12 @@ def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     with Folder(path, network):
         block = min(chosen.block, network.block_size)
         return dataclasses.replace(chosen, model=str(path), block=block, placement=placement)
+
+
+def _best_place(config: EngineConfig, model: ModelConfig) -> str:
+    """Where a network drafts faster: on a CPU, what is small costs less than its collectives (docs/benchmarks.md)."""
+    small = config.device == "cpu" and config.tp > 1 and model.hidden_size < WIDE
+    return "coordinator" if small else "workers"
 
 
 def _file(path: str) -> _Model:

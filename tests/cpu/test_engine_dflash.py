@@ -206,7 +206,9 @@ def test_a_folder_goes_with_a_network():
 
 def test_from_the_outside_with_the_network_at_the_coordinator(tmp_path):
     checked = plan(EngineConfig(str(TINY)))
-    drafter = settings(drafter_folder(tmp_path, V1, checked.model), placement="coordinator", topk=60)
+    drafter = settings(drafter_folder(tmp_path, V1, checked.model), placement="auto", topk=60)
+    assert plan(EngineConfig(str(TINY), tp=2, drafter=drafter)).config.drafter.placement == "coordinator"
+    assert plan(EngineConfig(str(TINY), drafter=drafter)).config.drafter.placement == "workers"
     with Engine(str(TINY), tp=2, drafter=drafter) as engine:
         (done,) = engine.generate([checked.golden.prompt], SamplingParams(max_tokens=8))
     assert list(done.tokens) == list(checked.golden.tokens[:8]) and done.usage.drafted_by_depth
