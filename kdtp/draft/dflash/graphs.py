@@ -16,6 +16,7 @@ from kdtp.log import logger
 
 SHORTEST = 1024  # context rows of a draft; from here they double
 FEWEST, MOST = 8, 64  # rows that are absorbed
+MOST_SEQS = 32  # that are drafted for: padding costs memory, and launches matter less the more there are
 
 
 @dataclass
@@ -43,8 +44,7 @@ class Graphs:
     @torch.inference_mode()
     def draft(self, blocks: Sequence[Block]) -> Drafted:
         """Candidates for each block."""
-        longest = max(len(block.rows) for block in blocks)
-        shape = _power(len(blocks)), max(SHORTEST, _power(longest))
+        shape = _power(len(blocks)), max(SHORTEST, _power(self._network.reach(blocks)))
         found = self._replay(shape, self._network.gather(blocks, *shape))
         assert found is not None
         return Drafted(found.lp[: len(blocks)], found.ids[: len(blocks)])
@@ -67,7 +67,7 @@ class Graphs:
 
     def capture_usual(self, seqs: int) -> None:
         """For up to `seqs` sequences of short texts."""
-        for i in range(_power(seqs).bit_length()):
+        for i in range(_power(min(seqs, MOST_SEQS)).bit_length()):
             self._capture((1 << i, SHORTEST))
         for size in (FEWEST, min(MOST, max(FEWEST, _power(seqs * self._network.config.block_size)))):
             self._capture((size,))

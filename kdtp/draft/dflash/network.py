@@ -42,11 +42,12 @@ class Block:
 
 
 class Asked(NamedTuple):
-    """Blocks as tensors: int64 roots, starts [B], and table [B, N], the context row of each position before `starts`;
-    what is behind has no effect."""
+    """Blocks as tensors: int64 roots, starts, firsts [B], and table [B, N]: the context row of each position from
+    `firsts` to `starts`; what is behind has no effect."""
 
     roots: torch.Tensor
     starts: torch.Tensor
+    firsts: torch.Tensor
     table: torch.Tensor
 
 
@@ -115,16 +116,21 @@ class DFlash:
         return self.forward(Asked(*(part.to(self.device) for part in self.gather(blocks))), k)
 
     def gather(self, blocks: Sequence[Block], seqs: int = 0, width: int = 0) -> Asked:
-        """On the host; at least so many sequences, and so wide a table."""
-        wide = max(width, *(len(block.rows) for block in blocks))
-        many = max(seqs, len(blocks))
+        """On the host; at least so many sequences, and so wide a table. Rows that no layer sees are left out."""
+        wide, many = max(width, self.reach(blocks)), max(seqs, len(blocks))
         pinned = self.device.type == "cuda"
-        roots, starts = (torch.zeros(many, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
+        roots, starts, firsts = (torch.zeros(many, dtype=torch.int64, pin_memory=pinned) for _ in range(3))
         table = torch.full((many, wide), self.spare, pin_memory=pinned)
         for b, block in enumerate(blocks):
-            roots[b], starts[b] = block.root, len(block.rows)
-            table[b, : len(block.rows)] = block.rows
-        return Asked(roots, starts, table)
+            first = max(0, len(block.rows) - wide)
+            roots[b], starts[b], firsts[b] = block.root, len(block.rows), first
+            table[b, : len(block.rows) - first] = block.rows[first:]
+        return Asked(roots, starts, firsts, table)
+
+    def reach(self, blocks: Sequence[Block]) -> int:
+        """How many rows of context the layers see, of the longest."""
+        longest, windows = max(len(block.rows) for block in blocks), self.config.windows
+        return min(longest, max(windows) - 1) if all(windows) else longest
 
     def forward(self, asked: Asked, k: int) -> Drafted:
         """As `draft`, of tensors on the device: nothing in it waits for the host."""
@@ -144,14 +150,14 @@ class DFlash:
     def _hidden(self, asked: Asked) -> torch.Tensor:
         """Normed outputs of all slots, [B, n, H]."""
         config, n = self.config, self.config.block_size
-        roots, starts, table = asked
+        roots, starts, firsts, table = asked
         ids = torch.full((len(roots), n), config.mask_token_id, device=self.device)
         ids[:, 0] = roots
         x = self.comm.all_reduce(kernels.embedding(ids.flatten(), self._target.embed, self._target.first))
         x = x * config.input_embedding_scale
         angles = self._angles((starts[:, None] + torch.arange(n, device=self.device)).flatten())
         kinds = list(zip(config.windows, config.causal, strict=True))
-        views = {kind: _view(starts, table, self.spare, n, *kind) for kind in set(kinds)}
+        views = {kind: _view(starts, firsts, table, self.spare, n, *kind) for kind in set(kinds)}
         for layer_, kept, kind in zip(self._layers, self._context, kinds, strict=True):
             x = layer_(x, angles, kept, views[kind])
         return self._norm(x).view(len(roots), n, -1)
@@ -169,12 +175,14 @@ class DFlash:
         return Angles(cos, sin)
 
 
-def _view(starts: torch.Tensor, table: torch.Tensor, spare: int, n: int, window: int, causal: bool) -> View:
+def _view(
+    starts: torch.Tensor, firsts: torch.Tensor, table: torch.Tensor, spare: int, n: int, window: int, causal: bool
+) -> View:
     """What blocks of n slots at `starts` see: with a window, slots less than `window` away."""
     wide = min(table.shape[1], window - 1) if window else table.shape[1]  # of the context, what slot 0 may see
     at = starts[:, None] + torch.arange(-wide, 0, device=starts.device)  # position of each column
-    there = at >= 0
-    rows = table.gather(1, at.clamp(min=0)).where(there, spare)
+    there = at >= firsts[:, None]
+    rows = table.gather(1, (at - firsts[:, None]).clamp(min=0)).where(there, spare)
     slots = torch.arange(n, device=starts.device)
     ahead = torch.arange(-wide, n, device=starts.device) - slots[:, None]  # of a query's position
     seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)

@@ -11,7 +11,7 @@ import torch
 from kdtp.config import DrafterConfig
 from kdtp.draft.base import Target
 from kdtp.draft.dflash import config as configs
-from kdtp.draft.dflash.graphs import Graphs
+from kdtp.draft.dflash.graphs import MOST_SEQS, Graphs
 from kdtp.draft.dflash.network import Block, DFlash, Drafted, TargetPart
 from kdtp.drafting import Root, Rows
 from kdtp.types import PAGE_ROWS
@@ -61,7 +61,7 @@ class Part:
     def draft(self, roots: Sequence[Root]) -> tuple[tuple[int, ...], bytes]:
         """Candidates for each: shape and frame of Drafts."""
         blocks = [Block(root.token, self._line(root)) for root in roots]
-        if self._graphs is not None:
+        if self._graphs is not None and len(blocks) <= MOST_SEQS:
             return pack(self._graphs.draft(blocks))
         return pack(self._network.draft(blocks, self._topk))
 
