@@ -162,7 +162,10 @@ class Coordinator:
         requests = [turn.request for turn in turns if self._width(turn) > 0]
         asks = [Ask(request.id, self._room(request), request.pages) for request in requests]
         asks = [ask for ask in asks if ask.depth > 0]
-        if not asks or (self.widths and not self.widths.drafts(len(asks))):
+        if not asks:
+            return {}
+        if self.widths and not self.widths.drafts(len(asks)):
+            self.counters["rounds_not_drafted"] += 1
             return {}
         proposals = self.drafter.propose(asks)
         return {ask.seq: p for ask, p in zip(asks, proposals, strict=True) if p is not None}

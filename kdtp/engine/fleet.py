@@ -117,7 +117,8 @@ class Fleet:
                 else:
                     link.dropped["stale"] += 1
             if not arrived:
-                silent = [link for link in links if link.rank not in answers]
+                # Of one that waits for others in a collective, those may be to blame.
+                silent = [link for link in self.links if link.rank not in answers]
                 raise EngineFault(f"step {self.step} not answered in time by {_describe(silent)}")
         return answers
 

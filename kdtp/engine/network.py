@@ -50,7 +50,10 @@ class OnRanks:
     def draft(self, roots: Sequence[Root]) -> Sequence[Marginals | Conditionals]:
         """As Network. EngineFault as Fleet.draft."""
         shape, frame = self._fleet.draft(roots)
-        return unpack(shape, frame).proposals()
+        try:
+            return unpack(shape, frame).proposals()
+        except ValueError as error:
+            raise EngineFault(f"step {self._fleet.step}: {error}") from None
 
 
 class OnCoordinator:

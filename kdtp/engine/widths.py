@@ -21,6 +21,7 @@ from kdtp.spec.width import Costs, Policy
 from kdtp.types import GRAPH_ROWS, ROOT, SeqRows
 
 _PATIENCE = 3.0  # seconds of measuring; what is left is read off the curve
+_RUNS = 3  # of each size
 _FIRST = 1 << 52  # sequence ids that no request has
 
 
@@ -38,12 +39,14 @@ class Widths:
         most = config.max_batch * (1 + config.drafter.budget)
         sizes = sorted({padded(rows) for rows in (*GRAPH_ROWS, most) if rows <= min(most, GRAPH_ROWS[-1])} | {1})
         curve: dict[int, float] = {}
-        until = time.perf_counter() + _PATIENCE
-        for rows in (sizes[0], sizes[-1], *sizes[1:-1]):
-            if len(curve) < 2 or time.perf_counter() < until:
-                took = _forward(rows, 1 + config.drafter.budget, model.vocab_size, fleet, pool)
-                if took is not None:
-                    curve[padded(rows)] = took
+        until, each = time.perf_counter() + _PATIENCE, 0.0
+        for rows in sizes:
+            if len(curve) >= 2 and time.perf_counter() + _RUNS * each * rows > until:
+                break
+            took = _forward(rows, 1 + config.drafter.budget, model.vocab_size, fleet, pool)
+            if took is None:
+                break
+            curve[padded(rows)], each = took, took / rows
         shown = ", ".join(f"{rows}: {1000 * took:.1f}" for rows, took in sorted(curve.items()))
         logger.info("forwards, ms by rows: %s", shown)
         return cls(Policy(Costs(curve, padded)))
@@ -93,7 +96,7 @@ def _tiles(rows: int) -> int:
 
 
 def _forward(rows: int, each: int, vocab: int, fleet: Fleet, pool: PagePool) -> float | None:
-    """Seconds of a forward of trees of up to `each` nodes, the better of two; None if there are no pages for it."""
+    """Seconds of a forward of trees of up to `each` nodes, the best of some; None if there are no pages for it."""
     sizes = [min(each, rows - first) for first in range(0, rows, each)]
     pages = pool.take(sum(map(pages_for, sizes)))
     if pages is None:
@@ -111,10 +114,10 @@ def _forward(rows: int, each: int, vocab: int, fleet: Fleet, pool: PagePool) -> 
         for i, size in enumerate(sizes)
     ]
     took = []
-    for _ in range(3):  # the first one makes what the others find
+    for _ in range(_RUNS):
         began = time.perf_counter()
         fleet.forward(seqs, [Begin(seq.seq, 1, GREEDY) for seq in seqs])
         took.append(time.perf_counter() - began)
         fleet.commit([], [seq.seq for seq in seqs])
     pool.give(pages)
-    return min(took[1:])
+    return min(took[1:])  # the first one made what the others found

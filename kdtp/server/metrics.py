@@ -146,6 +146,7 @@ def _gauges(status: Status | None, state: str, ratio: float) -> Iterator[str]:
         ("num_preemptions", "preemptions"),
         ("desync_checks", "desync_checks"),
         ("spec_decode_num_draft_tokens", "drafted"),
+        ("spec_decode_num_rounds_not_drafted", "rounds_not_drafted"),
     ):
         yield from _family(f"{name}_total", "counter", {"": counters.get(key, 0)})
     seconds = {stage: round(ms / 1e3, 6) for stage, ms in status.stage_ms.items()}

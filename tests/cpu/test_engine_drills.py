@@ -13,9 +13,13 @@ import psutil
 import pytest
 import zmq
 
+from kdtp.config import EngineConfig
+from kdtp.engine.plan import plan
 from kdtp.engine.rpc import Client, EngineDead
 from kdtp.messages import Failed, Finished, Submit, Tokens
 from kdtp.types import SamplingParams
+from tests.dflash import drafter_folder
+from tests.dflash_cases import V1
 from tests.processes import REFS, TINY, Running, collect, kdtp, until
 
 LONG = SamplingParams(max_tokens=490, ignore_eos=True)
@@ -24,9 +28,6 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def golden():
-    from kdtp.config import EngineConfig
-    from kdtp.engine.plan import plan
-
     return plan(EngineConfig(str(TINY))).golden
 
 
@@ -91,6 +92,23 @@ def test_worker_stopped(tmp_path, idle):
         stacks = re.findall(r"(?:Current thread|Thread) 0x\w+ \[?.*most recent call first", engine.text())
         assert len(stacks) >= 2, engine.text()
         assert engine.text().count("in serve") >= 2, engine.text()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_worker_that_drafts_is_lost(tmp_path, stopped):
+    """In a forward or in a draft, which rank 0 alone answers: rank 1 is named."""
+    model = EngineConfig(str(TINY))
+    folder = drafter_folder(tmp_path / "drafter", V1, plan(model).model)
+    drafter = ("--drafter", "dflash", "--drafter-model", folder, "--drafter-placement", "workers")
+    with Running(tmp_path, "--step-timeout", 1.5, *drafter) as engine:
+        (request,) = start_long(engine)
+        victim = engine.find("worker", 1)
+        victim.suspend() if stopped else victim.kill()
+        end, seconds = terminal(engine.client, request)
+        assert isinstance(end, Failed) and end.code == "engine" and "rank 1" in end.message
+        assert ("T (stopped)" if stopped else f"pid {victim.pid}) ended") in end.message
+        assert seconds < 4.0 and engine.end(8.0) == EXIT_FAULT
+        check_gone(engine)
 
 
 def test_coordinator_killed(tmp_path):

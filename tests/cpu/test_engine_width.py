@@ -81,6 +81,7 @@ def test_what_costs_too_much_is_not_run():
     tokens, end = run(coordinator)[1]
     assert tokens == continuation((1, 2, 3), 190)
     assert coordinator.counters["rounds"] < 90 and end.usage.rounds == 189
+    assert coordinator.counters["rounds_not_drafted"] > 90
 
 
 def test_a_real_model_with_the_clock():
