@@ -264,7 +264,8 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     kept for what they hold; counters: what was counted since the start. upto: of the query; open: this client's open
     requests at that time. A label up to `upto` that is not open has had its terminal event, or the event was lost
     because this client did not read. usages: of those that have run, if asked for; stage_ms: time of all steps by
-    stage; accepted: rounds in which 0, 1, 2 … draft tokens were accepted.
+    stage; accepted: rounds in which 0, 1, 2 … draft tokens were accepted; patience: seconds for which the engine may
+    say nothing from now on. One that comes unasked says that this is to be longer than usual.
     """
 
     upto: Count
@@ -290,6 +291,7 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     usages: dict[Count, Usage] = {}
     stage_ms: dict[str, float] = {}
     accepted: tuple[Count, ...] = ()
+    patience: float = 60.0
 
 
 Terminal = Finished | Failed | Refused

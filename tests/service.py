@@ -11,10 +11,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 
 from tests.paths import REFS, TINY
@@ -22,6 +24,9 @@ from tests.processes import start, until
 
 KEY = "a-key-of-the-tests"
 TEXT = REFS / "tiny_text"
+
+
+EXTRA = {"extra_body": {"ignore_eos": True, "speculate": False}}
 
 
 class Service:
@@ -88,7 +93,17 @@ class Service:
 
     def find(self, role: str) -> psutil.Process:
         """The coordinator ("host") or the first "worker" of the engine that runs."""
-        return next(p for p in self.family() if {"kdtp.engine.start", role} <= set(p.cmdline()))
+        return self.roles(role)[0]
+
+    def roles(self, role: str) -> list[psutil.Process]:
+        """Processes of a role ("launcher", "host", "worker") that are there now."""
+        wanted = {"engine", "--end-with-stdin"} if role == "launcher" else {"kdtp.engine.start", role}
+        found = []
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if wanted <= set(process.cmdline()):
+                    found.append(process)
+        return found
 
     def text(self) -> str:
         return self.log.read_text()
@@ -115,3 +130,33 @@ class Service:
         self.process.stdout.close()
         if error[0] is not None:
             print(self.text(), file=sys.stderr)
+
+
+class Reader(threading.Thread):
+    """A client that reads one stream to its end."""
+
+    def __init__(self, service: Service, body: dict) -> None:
+        super().__init__()
+        self.client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0)
+        self.body = body
+        self.chunks: list = []
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            stream = self.client.completions.create(model="tiny", stream=True, **self.body, **EXTRA)
+            for chunk in stream:
+                self.chunks.append(chunk)
+        except openai.APIError as error:
+            self.error = error
+
+    @property
+    def text(self) -> str:
+        return "".join(c.choices[0].text for c in self.chunks)
+
+    def reasons(self) -> list[str]:
+        return [c.choices[0].finish_reason for c in self.chunks if c.choices[0].finish_reason]
+
+    def logprobs(self) -> list[float]:
+        return [v for c in self.chunks if c.choices[0].logprobs for v in c.choices[0].logprobs.token_logprobs]

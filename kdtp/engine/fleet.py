@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from kdtp.log import logger
 from kdtp.messages import Begin, Commit, Fault, Forward, FromWorker, Hello, Ids, Shutdown, ToWorker
 from kdtp.types import Move, SeqRows
 
+_FIRST_STEP = 60.0  # seconds
 Arrival = tuple[Link, FromWorker, bytes | None]
 A = TypeVar("A", Ids, Drafts)
 
@@ -34,7 +35,8 @@ class Fleet:
         self.step = 0
         self.desync_checks = 0
         self._step_timeout = step_timeout
-        self._seconds_per_row = 0.0
+        self._seconds_per_row: float | None = None
+        self.on_long: Callable[[float], object] = lambda seconds: None  # before a step that may take so long
         self._fault: EngineFault | None = None
         self.features = 0, 0  # process and descriptor of what the last forward has left, if it was to
         self._local = [link for link in links if isinstance(link, LocalLink)]
@@ -55,17 +57,27 @@ class Fleet:
             raise self._fault
         self.step += 1
         rows = sum(len(s.tokens) for s in seqs)
-        timeout = max(self._step_timeout, 10 * self._seconds_per_row * rows)
+        timeout = self._timeout(rows)
+        if timeout > self._step_timeout:
+            self.on_long(timeout)
         started = time.monotonic()
         self.send(Forward(self.epoch, self.step, tuple(seqs), tuple(begun), want_logits))
         answers = self._gather(Ids, self.links, started + timeout)
         self._check(answers, sum(s.pick for s in seqs), want_logits)
         if rows:
-            self._seconds_per_row += 0.1 * ((time.monotonic() - started) / rows - self._seconds_per_row)
+            each = (time.monotonic() - started) / rows
+            before = each if self._seconds_per_row is None else self._seconds_per_row
+            self._seconds_per_row = before + 0.1 * (each - before)
         hello, left = self.links[0].hello, answers[0][0].features
         if left is not None:
             self.features = os.getpid() if hello is None else hello.pid, left
         return answers[0]
+
+    def _timeout(self, rows: int) -> float:
+        """Seconds for a step. A rank in this process cannot be given up; how fast it is shows in its first step."""
+        if self._seconds_per_row is None and self._local and rows:
+            return max(self._step_timeout, _FIRST_STEP)
+        return max(self._step_timeout, 10 * (self._seconds_per_row or 0.0) * rows)
 
     def commit(self, moves: Sequence[Move], released: Sequence[int]) -> None:
         """Tell all ranks which rows of the last step to keep and which sequences to forget. Not answered.

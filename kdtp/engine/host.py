@@ -59,15 +59,17 @@ class Host:
         links: list[Link]
         config = plan.config
         if is_alone(config):
-            links = [local_link(self._tell_progress)]
+            links = [local_link(self._while_loading)]
         else:
             links = [ZmqLink(self._context, folder, rank) for rank in range(config.tp)]
             if hosts_worker(config):
                 start_worker(folder, config.tp)
         self._coordinator, self._handshake = assemble(plan, links, serves=True)
         self._fleet = self._coordinator.fleet
+        self._fleet.on_long = self._tell_patience
         self._clients: dict[int, tuple[bytes, int]] = {}
         self._opened = 0
+        self._loaded = 0, 0
         self._state = "loading"
         self._heard = time.monotonic()
         self._stop: str | None = None
@@ -93,11 +95,11 @@ class Host:
         return EXIT_FAULT
 
     def _turn(self) -> None:
-        for client, message in self._rpc.receive():
-            self._serve(client, message)
+        self._receive()
         if self._state == "loading":
             ready = self._handshake.advance(_SLICE / 10)
             self._tell_progress(*self._handshake.loaded)
+            self._loaded = self._handshake.loaded
             if ready:
                 self._state = "ready"
                 logger.info("ready: %d rank(s), %d KV pages", self._plan.config.tp, self._coordinator.pool.total)
@@ -107,14 +109,26 @@ class Host:
         else:
             self._wait()
 
+    def _receive(self) -> None:
+        for client, message in self._rpc.receive():
+            self._serve(client, message)
+
+    def _while_loading(self, done: int, total: int) -> None:
+        """A rank in this process loads in one go: in between clients are answered."""
+        self._loaded = done, total
+        self._tell_progress(done, total)
+        self._receive()
+
     def _tell_progress(self, done: int, total: int) -> None:
         if logger.isEnabledFor(logging.INFO):  # a client that started this quietly draws a line of its own
             self._line.show(done, total)
 
     def _wait(self) -> None:
-        """Idle: until a client speaks or a worker ends; now and then ask every rank for a sign of life."""
-        if self._rpc.socket.poll(int(_SLICE * 1000)):
-            return
+        """Idle: until a client speaks or a worker ends; now and then ask every rank for a sign of life.
+
+        A client that asks for Status all the time must not keep us from that.
+        """
+        self._rpc.socket.poll(int(_SLICE * 1000))
         gone = self._fleet.ended()
         if gone:
             raise EngineFault(gone)
@@ -191,9 +205,16 @@ class Host:
                 del self._clients[request_id]
                 self._coordinator.cancel(request_id)
 
+    def _tell_patience(self, seconds: float) -> None:
+        """Clients are not answered during a step: before a long one they learn how long that may be."""
+        for client in {client for client, _ in self._clients.values()}:
+            self._rpc.send(
+                client, msgspec.structs.replace(self._status(client, StatusQuery(usages=True)), patience=seconds)
+            )
+
     def _status(self, client: bytes, query: StatusQuery) -> Status:
-        coordinator, scheduler = self._coordinator, self._coordinator.scheduler
-        done, total = self._handshake.loaded
+        coordinator, scheduler, config = self._coordinator, self._coordinator.scheduler, self._plan.config
+        done, total = self._loaded
         counters = coordinator.totals() + self._fleet.dropped() + self._rpc.dropped
         counters["desync_checks"] = self._fleet.desync_checks
         return Status(
@@ -219,6 +240,7 @@ class Host:
             vocab_size=self._plan.model.vocab_size,
             max_positions=self._plan.model.max_position_embeddings,
             stage_ms={stage: round(seconds * 1e3, 3) for stage, seconds in coordinator.seconds.items()},
+            patience=config.stall_timeout if self._state == "loading" else config.step_timeout,
             accepted=tuple(coordinator.accepted[n] for n in range(max(coordinator.accepted, default=-1) + 1)),
         )
 

@@ -32,6 +32,7 @@ from kdtp.types import SamplingParams
 from kdtp.watch import Watch
 
 MAX_REQUEST = 16 << 20  # bytes of one client message
+_GRACE = 2.0  # seconds; what the engine itself finds out comes first
 _MAX_PROBLEM = 500  # characters of a complaint sent back
 
 Reply = tuple[FromEngine, bytes | None]
@@ -108,7 +109,8 @@ class Client:
     """A client of one engine. Not for use by several threads at once.
 
     alive: called while waiting; it raises when the caller knows that the engine is gone. silence: seconds without a
-    sign of life after which the engine counts as dead. An engine on this machine that ends is noticed at once.
+    sign of life after which the engine counts as dead, until it tells how long it may be silent (Status.patience). An
+    engine on this machine that ends is noticed at once.
     wake: a file that ends the wait of `poll` once it can be read; whoever waits empties it.
     `latest`: the last Status that came.
     """
@@ -251,6 +253,7 @@ class Client:
     def _sort(self, message: FromEngine, frame: bytes | None) -> None:
         if isinstance(message, Status):
             self.latest = message
+            self._silence = message.patience + _GRACE
             self._watch(message.pid)
             self._find_lost(message)
         elif message.request in self._events:

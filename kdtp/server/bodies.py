@@ -257,4 +257,5 @@ def _unknown_in_messages(raw: msgspec.Raw) -> list[str]:
 
 
 def _shown(name: str) -> str:
-    return name if name.isprintable() and name.isascii() and len(name) < 64 else ascii(name)[:64]
+    plain = name.isprintable() and name.isascii() and 0 < len(name.strip()) == len(name) < 64
+    return name if plain else ascii(name)[:64].strip()

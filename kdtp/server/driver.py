@@ -177,14 +177,15 @@ class Driver:
         """The life of one engine."""
         self.status = None  # of the one before
         child = Child(self._plan)
-        client = Client(child.address, child.check, wake=self._wake)
+        client = Client(child.address, child.check, self._plan.config.stall_timeout, self._wake)
+        session = Session(client, self._jobs, self._plan.model.max_position_embeddings, self._note)
         try:
             if self._load(client):
-                session = Session(client, self._jobs, self._plan.model.max_position_embeddings, self._note)
-                try:
-                    self._serve(client, session)
-                except EngineDead as error:
-                    raise EngineDead(session.fault or str(error)) from None
+                self._serve(client, session)
+        except EngineDead as error:
+            reason = session.fault or str(error)
+            self._change(state="restarting", reason=reason)  # its end may take seconds
+            raise EngineDead(reason) from None
         finally:
             child.end()
             client.close()

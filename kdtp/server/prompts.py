@@ -92,7 +92,8 @@ class Model:
             parts = self.template.render(messages, tools, variables=variables)
             return tuple(self.tokenizer.encode_parts(parts))
         except TextError as error:
-            raise ApiError(400, f"messages: {error}", "messages") from None
+            text = str(error).replace(f"{self.tokenizer.folder}/", "")  # where it lies is nobody's business
+            raise ApiError(400, f"messages: {text}", "messages") from None
 
     def _variables(self, body: ChatInput) -> dict[str, Any]:
         """Of the template: those given, and what reasoning_effort means to it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import time
@@ -70,6 +71,7 @@ async def serve(bound: socket.socket, model: Model, settings: Settings) -> int:
         asyncio.get_running_loop().add_signal_handler(number, told)
     driver = Driver(model.plan, settings.most_restarts, settings.restart_window, ended.set)
     gate = Gate(Endpoint(model, driver, settings.options).app(), settings.keys, _hosts(bound, settings))
+    logging.getLogger("uvicorn").handlers[:] = logger.handlers
     http = _Uvicorn(_config(gate))
     driver.start()
     serving = asyncio.create_task(http.serve(sockets=[bound]))

@@ -113,6 +113,19 @@ def test_a_watched_request_shows_its_trees_as_often_as_was_asked():
     check_empty(coordinator, workers)
 
 
+def test_clients_can_be_told_before_a_step_that_may_take_long():
+    coordinator, _ = engine(step_timeout=0.5, prefill_chunk=100)
+    told: list[float] = []
+    coordinator.fleet.on_long = told.append
+    coordinator.submit(Request(1, (1,) * 30, SamplingParams(max_tokens=4)))
+    run(coordinator)
+    assert told == [60.0], "nothing is known of a local rank before its first step; then it is quick"
+    coordinator.fleet._seconds_per_row = 0.01
+    coordinator.submit(Request(2, (2,) * 80, SamplingParams(max_tokens=1)))
+    run(coordinator)
+    assert told[1:] == [pytest.approx(8.0)], "ten times what its rows took before"
+
+
 @pytest.mark.parametrize("budget", [0, 16])
 def test_no_draft_is_plain_decoding_forward_for_forward(budget):
     coordinator, workers = engine(DrafterConfig("ngram", budget=budget) if budget == 0 else DrafterConfig("none"))

@@ -86,6 +86,11 @@ def test_worker_stopped(tmp_path, idle):
             end, _ = terminal(engine.client, request)
             assert isinstance(end, Failed) and "rank 0" in end.message and "T (stopped)" in end.message
             assert 1.0 < time.monotonic() - stopped < 4.0
+        if idle:  # a client that asks all the time keeps nobody from looking after the ranks
+            with pytest.raises(EngineDead):
+                while time.monotonic() < stopped + 6.0:
+                    engine.status()
+                    time.sleep(0.05)
         assert engine.end(8.0) == EXIT_FAULT
         check_gone(engine)
         # Stacks of all ranks, the stopped one's too.

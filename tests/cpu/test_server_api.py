@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import shutil
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import openai
 import psutil
@@ -14,6 +20,7 @@ import pytest
 from kdtp.config import EngineConfig
 from kdtp.engine.plan import plan
 from kdtp.text.tokenizer import load
+from tests.conftest import ROOT
 from tests.paths import TINY
 from tests.processes import until
 from tests.service import KEY, TEXT, Service
@@ -376,6 +383,9 @@ def test_unknown_fields_are_told(ready):
         "POST", "/v1/completions", {"prompt": "x", "max_tokens": 1, "tempratur": 1, "a\nb": 2, "user": "me"}
     )
     assert status == 200 and headers["x-kdtp-ignored-fields"] == "tempratur, 'a\\nb'"
+    odd = {"": 1, " ": 1, "x" * 63 + " y": 1, "é": 1}
+    status, _, headers = ready.call("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1} | odd)
+    assert status == 200 and headers["x-kdtp-ignored-fields"].startswith("'', ' ', 'xxx")
     assert "unknown fields ignored: tempratur, 'a\\nb'" in ready.text()
 
 
@@ -526,3 +536,46 @@ def test_a_storm_changes_no_text(ready, client):
 def test_listeners_are_on_loopback(ready):
     sockets = [c for p in ready.family() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert {c.laddr.ip for c in sockets} == {"127.0.0.1"}
+
+
+def test_no_document_and_no_data_makes_it_fail(ready):
+    """Schemathesis: bodies that the document forbids, and odd ones that it allows; never a 5xx, always our errors."""
+    schemathesis = shutil.which("schemathesis", path=str(Path(sys.executable).parent))
+    if schemathesis is None:
+        pytest.skip("schemathesis is not installed (extra dev)")
+    flags = ["--mode", "negative", "--phases", "fuzzing", "--max-examples", 30, "--seed", 1, "--request-timeout", 20]
+    flags += ["--exclude-path-regex", "rounds", "--header", f"Authorization: Bearer {KEY}", "--no-color"]
+    command = [schemathesis, "run", f"{ready.url}/openapi.json", *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert int(re.search(r"(\d+) generated, \1 passed", done.stdout)[1]) > 100, done.stdout[-1000:]
+
+
+def test_openai_s_client_for_node(ready, tmp_path):
+    """A second parser of our streams, by other people."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node is None or npm is None:
+        pytest.skip("node and npm are not installed")
+    install = [npm, "install", "--no-audit", "--no-fund", "--no-save", "--prefix", tmp_path, "openai@7.59.0"]
+    fetched = subprocess.run(list(map(str, install)), capture_output=True, text=True, timeout=60)
+    if fetched.returncode:
+        pytest.skip(f"npm cannot fetch openai: {fetched.stderr[-200:]}")
+    spaces = {str(TOKENIZER.encode(c)[0]): -100 for c in "\t\n\r "}
+    command = [node, ROOT / "tests" / "node_client.mjs", tmp_path, f"{ready.url}/v1", KEY]
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"SPACES": json.dumps(spaces)},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["whole"] == found["streamed"] and len(found["reasons"]) == 1
+    assert found["usage"]["completion_tokens"] <= 24 and found["left"] == "text_completion"
+    assert found["call"][0] == "city" and found["call"][1]["name"] in ("Rom", "Bonn")
+    assert [tuple(e) for e in found["errors"]] == [
+        (400, "temperature", "invalid_request_error"),
+        (404, "model", "not_found_error"),
+        (400, "top_p", "invalid_request_error"),
+    ]

@@ -8,44 +8,13 @@ import openai
 import pytest
 
 from tests.processes import TINY, kdtp, until
-from tests.service import KEY, TEXT, Service
+from tests.service import EXTRA, KEY, TEXT, Reader, Service
 
 pytestmark = [pytest.mark.xdist_group("server-recovery"), pytest.mark.timeout(180)]
 
 SAMPLED = {"prompt": [5, 6, 7], "max_tokens": 200, "temperature": 0.9, "seed": 11, "logprobs": 1}
 GREEDY = {"prompt": [1, 2, 3, 4], "max_tokens": 200, "temperature": 0.0}
 WHOLE = {"prompt": [9, 8], "max_tokens": 150, "temperature": 0.7, "seed": 2, "n": 2}
-EXTRA = {"extra_body": {"ignore_eos": True, "speculate": False}}
-
-
-class Reader(threading.Thread):
-    """A client that reads one stream to its end."""
-
-    def __init__(self, service: Service, body: dict) -> None:
-        super().__init__()
-        self.client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0)
-        self.body = body
-        self.chunks: list = []
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            stream = self.client.completions.create(model="tiny", stream=True, **self.body, **EXTRA)
-            for chunk in stream:
-                self.chunks.append(chunk)
-        except openai.APIError as error:
-            self.error = error
-
-    @property
-    def text(self) -> str:
-        return "".join(c.choices[0].text for c in self.chunks)
-
-    def reasons(self) -> list[str]:
-        return [c.choices[0].finish_reason for c in self.chunks if c.choices[0].finish_reason]
-
-    def logprobs(self) -> list[float]:
-        return [v for c in self.chunks if c.choices[0].logprobs for v in c.choices[0].logprobs.token_logprobs]
 
 
 def under_way(*readers: Reader) -> None:
