@@ -1,31 +1,34 @@
-"""Widths by measured cost against fixed ones, by simulation: recorded times of forwards, synthetic drafts.
+"""Widths by measured cost against fixed ones, by simulation: recorded times of forwards, drafts synthetic or recorded.
 
     python scripts/bench_width.py [--rounds 1500] [--batch 1,4,16]
+    python scripts/bench_width.py --model DIR --drafter-model DIR --text FILE [--prompts 16] [--tokens 128]
 
 For each machine, kind of text and batch: tokens per second of plain decoding, of fixed budgets, and of
 kdtp.spec.width.Policy, which sees times with noise and learns as in the engine. The round's time is T(rows) of the
-machine plus the draft's. A draft's distributions are as sharp as the kind of text says; the truth is one of its
-candidates as often, less often after a token that was not its first choice, and scores may be too sure.
+machine plus the draft's. A synthetic draft's distributions are as sharp as the kind of text says; the truth is one of
+its candidates as often, less often after a token that was not its first choice, and scores may be too sure. With a
+model and its drafter, drafts are what it proposes while pieces of the file are continued, and the truth is what came.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from kdtp.proposals import Marginals
-from kdtp.spec.tree import Grown, grow
-from kdtp.spec.width import Costs, Policy
-from kdtp.types import GRAPH_ROWS
+from kdtp.spec.width import Costs, Policy  # noqa: E402
+from kdtp.text import tokenizer  # noqa: E402
+from kdtp.types import GRAPH_ROWS  # noqa: E402
+from scripts.width_drafts import TEXTS, WIDEST, Drafted, of_text, rounds, synthetic  # noqa: E402
 
-DEPTH, TOPK = 7, 16
-BUDGETS = (7, 15, 31, 63)
-OFF_SPINE = 0.35  # how much less a marginal drafter knows after a token that was not its first choice
+BUDGETS = (7, 15, 31, WIDEST)
 CONTEXT = 0
 
 
@@ -55,80 +58,23 @@ MACHINES = (
 )
 
 
-@dataclass(frozen=True)
-class Text:
-    """hit: chance that the truth is among the candidates of a depth; first: that it is then the first choice; sure:
-    above 1, the drafter's probabilities are sharper than the truth's."""
-
-    name: str
-    hit: float
-    first: float
-    sure: float = 1.0
-
-
-TEXTS = (
-    Text("code", 0.95, 0.85),
-    Text("prose", 0.7, 0.6),
-    Text("prose, too sure", 0.7, 0.6, 2.5),
-    Text("not its language", 0.25, 0.4, 1.5),
-    Text("noise", 0.02, 0.3, 3.0),
-)
-
-
-class Drafted(NamedTuple):
-    """A draft of a sequence: its widest tree, and the nodes of the truth's path, as far as it has them."""
-
-    grown: Grown
-    path: list[int]
-
-    def tokens(self, nodes: int) -> int:
-        """Emitted in a round that verifies so many nodes."""
-        return 1 + sum(node <= nodes for node in self.path)
-
-
 def padded(rows: int) -> int:
     """Rows of the graph; beyond the largest, whole ones of it."""
     return next((size for size in GRAPH_ROWS if size >= rows), -(-rows // GRAPH_ROWS[-1]) * GRAPH_ROWS[-1])
 
 
-def drafted(text: Text, rng: random.Random) -> Drafted:
-    """A draft: candidate r of each depth has the id r, and the truth is drawn depth by depth."""
-    lp, truth, hit = [], [], text.hit
-    for _ in range(DEPTH):
-        ratio = min(0.95, max(0.05, rng.gauss(1.0 - text.first, 0.1)))
-        chance = [(1.0 - ratio) * ratio**r for r in range(TOPK)]
-        sharp = [c**text.sure for c in chance]
-        left = text.hit * sum(chance)  # the rest of the vocabulary has what the candidates have not
-        lp.append([left * s / sum(sharp) for s in sharp])
-        rank = rng.choices(range(TOPK), chance)[0] if rng.random() < hit else -1
-        truth.append(rank)
-        hit = hit if rank == 0 else hit * OFF_SPINE
-    grown = grow("tree", Marginals(torch.tensor(lp).log(), torch.arange(TOPK).expand(DEPTH, -1)), 0, BUDGETS[-1], DEPTH)
-    return Drafted(grown, list(_walk(grown, truth)))
-
-
-def _walk(grown: Grown, truth: Sequence[int]) -> Iterator[int]:
-    child = {edge: node for node, edge in enumerate(zip(grown.tree.parents, grown.tree.tokens, strict=True))}
-    node = 0
-    for token in truth:
-        if (found := child.get((node, token))) is None:
-            return
-        node = found
-        yield node
-
-
-def fixed(machine: Machine, rounds: Sequence[Sequence[Drafted]], nodes: int) -> float:
+def fixed(machine: Machine, drawn: Sequence[Sequence[Drafted]], nodes: int) -> float:
     """Tokens per second with so many nodes for each sequence in every round; 0: plain decoding."""
-    tokens = sum(d.tokens(nodes) for batch in rounds for d in batch)
-    each = machine.seconds(len(rounds[0]) * (1 + nodes)) + (1e-3 * machine.draft if nodes else 0.0)
-    return tokens / (each * len(rounds))
+    tokens = sum(d.tokens(nodes) for batch in drawn for d in batch)
+    each = machine.seconds(len(drawn[0]) * (1 + nodes)) + (1e-3 * machine.draft if nodes else 0.0)
+    return tokens / (each * len(drawn))
 
 
-def automatic(machine: Machine, rounds: Sequence[Sequence[Drafted]], rng: random.Random) -> tuple[float, float]:
+def automatic(machine: Machine, drawn: Sequence[Sequence[Drafted]], rng: random.Random) -> tuple[float, float]:
     """Tokens per second, and nodes per sequence and round, of the policy, which starts knowing the curve only."""
     policy = Policy(Costs({size: machine.seconds(size) for size in GRAPH_ROWS}, padded))
     spent = tokens = nodes = 0.0
-    for batch in rounds:
+    for batch in drawn:
         seqs, sizes = len(batch), [0] * len(batch)
         if policy.drafts(seqs):
             sizes = policy.choose([d.grown for d in batch], seqs, seqs, CONTEXT)
@@ -143,7 +89,7 @@ def automatic(machine: Machine, rounds: Sequence[Sequence[Drafted]], rng: random
             nodes += size
             if size:
                 policy.learn_tree(d.grown.cut(size), frozenset(node for node in d.path if node <= size))
-    return tokens / spent, nodes / (len(rounds) * len(rounds[0]))
+    return tokens / spent, nodes / (len(drawn) * len(drawn[0]))
 
 
 class Result(NamedTuple):
@@ -169,30 +115,57 @@ class Result(NamedTuple):
         return f"{self.machine:36} {self.text:17} {self.batch:3} {self.plain:7.0f} {by_budget} {ends}"
 
 
-def results(machines: Sequence[Machine], texts: Sequence[Text], batches: Sequence[int], count: int) -> Iterator[Result]:
-    """All of them, `count` rounds each; the same drafts for all machines."""
-    for batch in batches:
-        for text in texts:
-            rng = random.Random(f"{text.name} {batch}")
-            rounds = [[drafted(text, rng) for _ in range(batch)] for _ in range(count)]
-            for machine in machines:
-                budgets = {nodes: fixed(machine, rounds, nodes) for nodes in BUDGETS}
-                auto, nodes = automatic(machine, rounds, rng)
-                yield Result(machine.name, text.name, batch, fixed(machine, rounds, 0), budgets, auto, nodes)
+def results(
+    machines: Sequence[Machine], name: str, drawn: Sequence[Sequence[Drafted]], rng: random.Random
+) -> Iterator[Result]:
+    """Of each machine, the same rounds for all."""
+    for machine in machines:
+        budgets = {nodes: fixed(machine, drawn, nodes) for nodes in BUDGETS}
+        auto, nodes = automatic(machine, drawn, rng)
+        yield Result(machine.name, name, len(drawn[0]), fixed(machine, drawn, 0), budgets, auto, nodes)
 
 
-def main() -> None:
+def texts(chosen: argparse.Namespace, batch: int) -> Iterator[tuple[str, list[list[Drafted]], random.Random]]:
+    """Rounds of each kind of text."""
+    if chosen.model is not None:
+        ids = tokenizer.load(chosen.tokenizer or chosen.model).encode(chosen.text.read_text())
+        drafts = of_text(chosen.model, chosen.drafter_model, ids, chosen.prompts, chosen.tokens)
+        rng = random.Random(batch)
+        yield chosen.text.name, list(rounds(drafts, batch, chosen.rounds, rng)), rng
+        return
+    for text in TEXTS:
+        rng = random.Random(f"{text.name} {batch}")
+        yield text.name, [[synthetic(text, rng) for _ in range(batch)] for _ in range(chosen.rounds)], rng
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1500, help="of each simulation (default 1500)")
     parser.add_argument("--batch", default="1,4,16", help="sequences, e.g. 1,4")
-    chosen = parser.parse_args()
-    batches = [int(part) for part in chosen.batch.split(",")]
+    parser.add_argument("--model", type=Path, help="folder of a model whose drafts are recorded")
+    parser.add_argument("--drafter-model", type=Path, help="folder of its DFlash drafter")
+    parser.add_argument("--tokenizer", type=Path, help="folder of its tokenizer (default: the model)")
+    parser.add_argument("--text", type=Path, help="what it continues pieces of")
+    parser.add_argument("--prompts", type=int, default=16, help="pieces (default 16)")
+    parser.add_argument("--tokens", type=int, default=128, help="of each continuation (default 128)")
+    chosen = parser.parse_args(arguments)
+    given = [value is not None for value in (chosen.model, chosen.drafter_model, chosen.text)]
+    if any(given) and not all(given):
+        parser.error("--model, --drafter-model and --text go together")
+    return chosen
+
+
+def main() -> None:
+    chosen = parse()
     heads = " ".join(f"{f'B={nodes}':>7}" for nodes in BUDGETS)
     print(f"{'tokens per second':36} {'text':17} seq   plain {heads}    auto  nodes  /best /plain")
     found = []
-    for result in results(MACHINES, TEXTS, batches, chosen.rounds):
-        print(result.line(), flush=True)
-        found.append(result)
+    for batch in map(int, chosen.batch.split(",")):
+        for name, drawn, rng in texts(chosen, batch):
+            for result in results(MACHINES, name, drawn, rng):
+                print(result.line(), flush=True)
+                found.append(result)
     worst = min(r.auto / r.best for r in found), min(r.auto / r.plain for r in found)
     print(f"auto at worst: {worst[0]:.3f} of the best fixed way, {worst[1]:.3f} of plain decoding")
 

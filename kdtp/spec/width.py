@@ -17,7 +17,7 @@ from kdtp.spec.tree import Grown
 BINS = 16  # of scores, half a nat each; the last has all that are lower
 SHORTEST = 1024  # positions; contexts are alike up to here, then by powers of two
 _TRUST = 2.0  # accepted tokens that the drafter's own word counts for
-_FADE = 0.998  # per round, of what was learned
+_FADE = 0.998  # per tree, of what was learned
 _KEPT = 5  # newest times of a kind, whose median counts
 _TRIED = 3  # nodes, at least, of a round that is to show whether drafting pays
 _STALE = 500  # rounds after which a time is forgotten
@@ -83,7 +83,7 @@ class Calibration:
 
 
 def _bin(score: float) -> int:
-    return min(BINS - 1, int(-2.0 * score)) if score > -BINS else BINS - 1
+    return int(min(-2.0 * score, BINS - 1))
 
 
 class Costs:

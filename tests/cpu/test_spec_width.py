@@ -10,10 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kdtp.config import DrafterConfig, EngineConfig
+from kdtp.engine.plan import plan
 from kdtp.spec.tree import Grown
 from kdtp.spec.width import Calibration, Costs, Pauses, Policy, allot
 from kdtp.types import ROOT, Tree
-from scripts.bench_width import MACHINES, TEXTS, padded, results
+from scripts.bench_width import MACHINES, padded, parse, results, texts
+from scripts.width_drafts import DEPTH, recorded
+from tests.dflash import drafter_folder
+from tests.dflash_cases import V1
+from tests.paths import TINY
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
 CHANCES = st.sampled_from((1.0, 0.9, 0.6, 0.6, 0.3, 0.1, 0.01, 0.0))
@@ -172,9 +178,38 @@ def test_a_policy_that_never_drafts_twice_what_does_not_pay():
 
 def test_it_loses_nowhere_for_long_and_finds_the_best_width():
     """Simulated machines and texts: against plain decoding and every fixed width, with noise, from nothing known."""
-    found = list(results(MACHINES[::2], (TEXTS[0], TEXTS[2], TEXTS[4]), (1, 4), 250))
+    found = []
+    for batch in (1, 4):
+        for name, drawn, rng in texts(parse(["--rounds", "250"]), batch):
+            if name in ("code", "prose, too sure", "noise"):
+                found += results(MACHINES[::2], name, drawn, rng)
     for result in found:
         assert result.auto >= 0.93 * result.plain, result
         assert result.auto >= 0.9 * result.best, result
-    assert max(r.auto / r.plain for r in found) > 1.5
+    assert len(found) == 18 and max(r.auto / r.plain for r in found) > 1.5
     assert sum(r.auto / r.best for r in found) / len(found) > 0.97
+
+
+def test_drafts_of_an_engine_are_recorded_with_what_came():
+    golden = plan(EngineConfig(str(TINY))).golden
+    drafter = DrafterConfig("oracle", block=DEPTH + 1, budget=7, hit=(1.0, 1.0, 0.0))  # knows two tokens of seven
+    found = recorded(EngineConfig(str(TINY), drafter=drafter), [golden.prompt], 24)
+    assert len(found) == 6 and all(d.path == [1, 2] for d in found)
+    assert [d.tokens(nodes) for d in found[:2] for nodes in (0, 1, 2, 63)] == [1, 2, 3, 3] * 2
+
+
+def test_a_model_and_its_drafter_in_place_of_synthetic_texts(tmp_path):
+    folder = drafter_folder(tmp_path / "drafter", V1, plan(EngineConfig(str(TINY))).model)
+    text = tmp_path / "text"
+    text.write_text("def f(x):\n    return x\n" * 20)
+    where = ("--model", TINY, "--drafter-model", folder, "--tokenizer", TINY.parent / "tiny_text", "--text", text)
+    chosen = parse([*map(str, where), "--prompts", "3", "--tokens", "12", "--rounds", "5"])
+    ((name, drawn, _),) = texts(chosen, 2)
+    assert name == "text" and len(drawn) == 5 and all(len(batch) == 2 for batch in drawn)
+    assert all(len(d.grown.tree) > 7 for batch in drawn for d in batch)
+
+
+def test_flags_that_go_together(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--model", "x"])
+    assert "--drafter-model and --text go together" in capsys.readouterr().err
