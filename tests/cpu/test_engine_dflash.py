@@ -246,3 +246,25 @@ def test_ranks_that_the_drafter_cannot_be_split_over(tmp_path):
     folder = drafter_folder(tmp_path, V1 | {"num_attention_heads": 3, "num_key_value_heads": 3}, model)
     with pytest.raises(ConfigError, match=r"tp = 2: the drafter .* can be split over 1 ranks"):
         plan(EngineConfig(str(TINY), tp=2, drafter=settings(folder)))
+
+
+@pytest.mark.parametrize("place", [{}, HERE], ids=["workers", "coordinator"])
+def test_a_draft_before_the_first_forward(loaded, place):
+    """A text that the prefix cache has whole, as another request left it: its first step is a tree, drafted for."""
+    drafter = loaded.settings("v1", **place)
+    harness = loaded.harness(drafter)
+    prompt, params = random_text(5, 60), SamplingParams(max_tokens=12, ignore_eos=True)
+    first = Request(1, prompt, params)
+    alone, coordinator = drafts(harness, drafter, [[first]])
+    proposals = {text: proposal for text, proposal in alone.items() if len(text) == 65}
+    again = Request(2, prompt, params, tokens=first.tokens[:5])
+    coordinator.submit(again)
+    alone.clear()
+    coordinator.step()
+    assert again.cached == 64 and again.forwards == 1 and len(again.drafted) > 0
+    while not coordinator.idle:
+        coordinator.step()
+    assert again.tokens == first.tokens
+    ((text, found),) = [(text, proposal) for text, proposal in alone.items() if len(text) == 65]
+    size = min(len(found.lp), len(proposals[text].lp))  # the first request had a round that began there
+    assert_close(found.lp[:size], proposals[text].lp[:size], atol=1e-5)
