@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kdtp.draft.dflash.network import Asked, Block, DFlash, Drafted
+from kdtp.draft.dflash.network import Block, DFlash, Drafted
 from kdtp.log import logger
 
 SHORTEST = 1024  # context rows of a draft; from here they double
@@ -23,7 +23,7 @@ MOST_SEQS = 32  # that are drafted for: padding costs memory, and launches matte
 class _Captured:
     """What a graph reads, what it leaves behind, and the call that it replays."""
 
-    inputs: Sequence[torch.Tensor]
+    buffer: torch.Tensor
     found: Drafted | None
     graph: torch.cuda.CUDAGraph
     call: Callable[[], Drafted | None]
@@ -62,7 +62,7 @@ class Graphs:
         padded = torch.zeros(3, size, dtype=torch.int64, pin_memory=where.is_pinned())
         padded[:, :count] = where
         padded[2, count:] = self._network.sink
-        self._replay((size,), [padded])
+        self._replay((size,), padded)
         return True
 
     def capture_usual(self, seqs: int) -> None:
@@ -72,12 +72,11 @@ class Graphs:
         for size in (FEWEST, min(MOST, max(FEWEST, _power(seqs * self._network.config.block_size)))):
             self._capture((size,))
 
-    def _replay(self, shape: tuple[int, ...], values: Sequence[torch.Tensor]) -> Drafted | None:
+    def _replay(self, shape: tuple[int, ...], values: torch.Tensor) -> Drafted | None:
         if shape not in self._captured:
             self._capture(shape)
         captured = self._captured[shape]
-        for buffer, value in zip(captured.inputs, values, strict=True):
-            buffer.copy_(value, non_blocking=True)
+        captured.buffer.copy_(values, non_blocking=True)
         self._network.comm.note("replay of a drafter's graph", shape)
         captured.graph.replay()
         return captured.found
@@ -88,7 +87,7 @@ class Graphs:
         if shape in self._captured:
             return
         began = time.perf_counter()
-        inputs, call = self._drafting(*shape) if len(shape) == 2 else self._absorbing(*shape)
+        buffer, call = self._drafting(*shape) if len(shape) == 2 else self._absorbing(*shape)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             call()  # what is loaded or set up on first use cannot be while capturing
@@ -96,19 +95,19 @@ class Graphs:
         # Other threads may do as they like meanwhile: NCCL's watchdog does.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             found = call()
-        self._captured[shape] = _Captured(inputs, found, graph, call)
+        self._captured[shape] = _Captured(buffer, found, graph, call)
         kind = "%d sequences, context %d" if len(shape) == 2 else "%d rows absorbed"
         logger.info(f"drafter's graph: {kind}: %.0f ms", *shape, 1000 * (time.perf_counter() - began))
 
-    def _drafting(self, seqs: int, width: int) -> tuple[Asked, Callable[[], Drafted]]:
+    def _drafting(self, seqs: int, width: int) -> tuple[torch.Tensor, Callable[[], Drafted]]:
         empty = [Block(0, torch.empty(0, dtype=torch.int64))]
-        inputs = Asked(*(values.to(self._network.device) for values in self._network.gather(empty, seqs, width)))
-        return inputs, lambda: self._network.forward(inputs, self._topk)
+        buffer = self._network.gather(empty, seqs, width).to(self._network.device)
+        return buffer, lambda: self._network.forward(buffer, self._topk)
 
-    def _absorbing(self, rows: int) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    def _absorbing(self, rows: int) -> tuple[torch.Tensor, Callable[[], None]]:
         where = torch.zeros(3, rows, dtype=torch.int64, device=self._network.device)
         where[2] = self._network.sink
-        return [where], lambda: self._network.absorb(self._tapped[where[0]], where[1], where[2])
+        return where, lambda: self._network.absorb(self._tapped[where[0]], where[1], where[2])
 
 
 def _power(least: int) -> int:

@@ -41,16 +41,6 @@ class Block:
     rows: torch.Tensor
 
 
-class Asked(NamedTuple):
-    """Blocks as tensors: int64 roots, starts, firsts [B], and table [B, N]: the context row of each position from
-    `firsts` to `starts`; what is behind has no effect."""
-
-    roots: torch.Tensor
-    starts: torch.Tensor
-    firsts: torch.Tensor
-    table: torch.Tensor
-
-
 class Drafted(NamedTuple):
     """Candidates of B blocks: lp float32 [B, L, K] as in Marginals (version 1) or [B, L, K, K] as in Conditionals;
     ids int64 [B, L, K]."""
@@ -113,44 +103,48 @@ class DFlash:
 
         Version 1 gives the k best of each depth; version 2 its config's selector_top_k, scored after one another.
         """
-        return self.forward(Asked(*(part.to(self.device) for part in self.gather(blocks))), k)
+        return self.forward(self.gather(blocks).to(self.device), k)
 
-    def gather(self, blocks: Sequence[Block], seqs: int = 0, width: int = 0) -> Asked:
-        """On the host; at least so many sequences, and so wide a table. Rows that no layer sees are left out."""
+    def gather(self, blocks: Sequence[Block], seqs: int = 0, width: int = 0) -> torch.Tensor:
+        """Blocks as one tensor, int64 [B, 3 + N], on the host: root, start, a first position, and the context row of
+        each from there to the start; what is behind has no effect. Rows that no layer sees are left out.
+
+        seqs, width: at least so many, with padding.
+        """
         wide, many = max(width, self.reach(blocks)), max(seqs, len(blocks))
-        pinned = self.device.type == "cuda"
-        roots, starts, firsts = (torch.zeros(many, dtype=torch.int64, pin_memory=pinned) for _ in range(3))
-        table = torch.full((many, wide), self.spare, pin_memory=pinned)
-        for b, block in enumerate(blocks):
+        asked = torch.full((many, 3 + wide), self.spare, pin_memory=self.device.type == "cuda")
+        asked[:, :3] = 0
+        for line, block in zip(asked, blocks, strict=False):
             first = max(0, len(block.rows) - wide)
-            roots[b], starts[b], firsts[b] = block.root, len(block.rows), first
-            table[b, : len(block.rows) - first] = block.rows[first:]
-        return Asked(roots, starts, firsts, table)
+            line[:3] = torch.tensor([block.root, len(block.rows), first])
+            line[3 : 3 + len(block.rows) - first] = block.rows[first:]
+        return asked
 
     def reach(self, blocks: Sequence[Block]) -> int:
         """How many rows of context the layers see, of the longest."""
         longest, windows = max(len(block.rows) for block in blocks), self.config.windows
         return min(longest, max(windows) - 1) if all(windows) else longest
 
-    def forward(self, asked: Asked, k: int) -> Drafted:
-        """As `draft`, of tensors on the device: nothing in it waits for the host."""
-        config, batch = self.config, len(asked.roots)
+    def forward(self, asked: torch.Tensor, k: int) -> Drafted:
+        """As `draft`, of what was gathered, on the device: nothing in it waits for the host."""
+        config, batch = self.config, len(asked)
         hidden = self._hidden(asked)[:, 1:].flatten(0, 1)
         top = self.candidates(k)
         found = best(self._logits(hidden), top, self._target.first, self.comm)
         ids = found.ids.view(batch, config.block_size - 1, top)
         if self._selector is None:
             return Drafted(log_probabilities(found).view(ids.shape), ids)
-        return Drafted(self._selector(found, hidden, asked.roots), ids)
+        return Drafted(self._selector(found, hidden, asked[:, 0]), ids)
 
     def candidates(self, k: int) -> int:
         """How many a depth has, if k are asked for."""
         return min(self.config.selector_top_k or k, self.config.vocab_size)
 
-    def _hidden(self, asked: Asked) -> torch.Tensor:
+    def _hidden(self, asked: torch.Tensor) -> torch.Tensor:
         """Normed outputs of all slots, [B, n, H]."""
         config, n = self.config, self.config.block_size
-        roots, starts, firsts, table = asked
+        roots, starts, firsts = asked[:, :3].unbind(1)
+        table = asked[:, 3:]
         ids = torch.full((len(roots), n), config.mask_token_id, device=self.device)
         ids[:, 0] = roots
         x = self.comm.all_reduce(kernels.embedding(ids.flatten(), self._target.embed, self._target.first))
