@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def test_health_tells_of_loading_before_anything_is_served(service):
         for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions")):
             status, answer, headers = service.call(method, path, {"prompt": "x"} if method == "POST" else None)
             assert (status, answer["error"]["code"]) == (503, "loading") and int(headers["retry-after"]) >= 1
+        assert figures(service)["kdtp:load_progress_ratio"] <= 1 and service.call("GET", "/v1/status")[0] == 200
     until(lambda: service.health()[0] == 200, 60, "ready")
     status, body = service.health()
     assert body["state"] == "ready" and 0 < body["progress"]["done"] == body["progress"]["total"]
@@ -442,6 +444,28 @@ def test_the_context_to_the_last_position(client):
         else:
             with pytest.raises(openai.BadRequestError, match="513 tokens, but the model's context is 512"):
                 golden(client, prompt=[1] * length)
+
+
+def test_more_tokens_than_the_context_has_room_for(client):
+    done = golden(client, max_tokens=10_000)
+    assert done.choices[0].finish_reason == "length" and done.usage.total_tokens == 513  # the last needs no row
+
+
+def test_two_requests_at_once_under_one_name_of_their_client(ready):
+    answers = []
+
+    def ask():
+        body = {"prompt": list(GOLDEN.prompt), "max_tokens": 24, "ignore_eos": True} | GREEDY
+        answers.append(ready.call("POST", "/v1/completions", body, **{"X-Request-Id": "the same"}))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [answer["choices"][0]["text"] for _, answer, _ in answers] == [GOLDEN_TEXT] * 2
+    assert len({answer["id"] for _, answer, _ in answers}) == 2
+    assert len({headers["x-request-id"] for _, _, headers in answers} | {"the same"}) == 3
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -87,3 +87,17 @@ def test_a_taken_port_and_an_end_while_loading(tmp_path):
         assert second.returncode == 2 and f"--port {service.port}" in second.stderr, second.stderr
         assert service.end(seconds=5) == 0
         assert "Traceback" not in service.text()
+
+
+def test_a_killed_server_leaves_nothing_and_its_port_is_free(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with Service(tmp_path / "a", tp=2) as first:
+        reader = Reader(first, GREEDY | {"max_tokens": 490})
+        until(lambda: reader.chunks, 30, "under way")
+        first.family()
+        first.process.kill()
+        until(lambda: not [p for p in first.seen if p.is_running() and p.status() != "zombie"], 5, "all of it gone")
+        reader.join(5)
+        with Service(tmp_path / "b", "--port", first.port, wait=False) as second:
+            assert second.port == first.port and second.health()[1]["state"] in ("loading", "ready")
