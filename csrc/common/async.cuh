@@ -45,6 +45,23 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
                : "memory");
 }
 
+// 16 bytes by one thread, past the L1; of the group that the thread commits next.
+__device__ __forceinline__ void copy_16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// The same of memory that will not be read again soon; it brings the rest of its 256 bytes into the L2.
+__device__ __forceinline__ void stream_copy_16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all of this thread's groups but the last kLeft have come.
+template <int kLeft> __device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
 // Orders this thread's ordinary accesses to shared memory before copies that start after it.
 __device__ __forceinline__ void fence_before_copy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

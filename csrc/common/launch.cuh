@@ -22,28 +22,53 @@ struct Launch {
   unsigned cluster = 1;  // blocks in a row along x that can read each other's shared memory
 };
 
+// `how` as CUDA wants it.
+class LaunchConfig {
+ public:
+  explicit LaunchConfig(const Launch& how, void* stream = nullptr) {
+    attributes_[0].id = cudaLaunchAttributeClusterDimension;
+    attributes_[0].val.clusterDim.x = how.cluster;
+    attributes_[0].val.clusterDim.y = attributes_[0].val.clusterDim.z = 1;
+    attributes_[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes_[1].val.programmaticStreamSerializationAllowed = 1;
+    config_.gridDim = how.grid;
+    config_.blockDim = how.block;
+    config_.dynamicSmemBytes = how.shared;
+    config_.stream = static_cast<cudaStream_t>(stream);
+    config_.attrs = attributes_;
+    config_.numAttrs = 2;
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+
+  const cudaLaunchConfig_t* get() const { return &config_; }
+
+ private:
+  cudaLaunchAttribute attributes_[2];
+  cudaLaunchConfig_t config_ = {};
+};
+
+// Let `kernel` have the shared memory that `how` asks for; returns the CUDA error.
+template <typename Kernel> int allow_shared(Kernel* kernel, const Launch& how) {
+  if (how.shared <= 32 * 1024) return 0;  // 48 KB need no leave, but what the kernel has declared counts, too
+  const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  return static_cast<int>(cudaFuncSetAttribute(kernel, attribute, static_cast<int>(how.shared)));
+}
+
 // Launch `kernel`; returns the CUDA error.
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), const Launch& how, void* stream, Arguments&&... arguments) {
-  if (how.shared > 32 * 1024) {  // 48 KB need no leave, but what the kernel has declared counts, too
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(how.shared));
-    if (error != cudaSuccess) return static_cast<int>(error);
-  }
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = how.cluster;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = how.grid;
-  config.blockDim = how.block;
-  config.dynamicSmemBytes = how.shared;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+  if (const int error = allow_shared(kernel, how)) return error;
+  const LaunchConfig config(how, stream);
+  return static_cast<int>(cudaLaunchKernelEx(config.get(), kernel, std::forward<Arguments>(arguments)...));
+}
+
+// Whether the device holds all of the grid's clusters at once.
+template <typename Kernel> bool fits_at_once(Kernel* kernel, const Launch& how) {
+  if (allow_shared(kernel, how) != 0) return false;
+  const LaunchConfig config(how);
+  int clusters = 0;
+  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, config.get()) != cudaSuccess) return false;
+  return static_cast<int64_t>(how.grid.x) / how.cluster * how.grid.y * how.grid.z <= clusters;
 }
 
 // All threads of the cluster; what they wrote to shared memory is seen by all.

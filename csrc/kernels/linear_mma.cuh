@@ -1,49 +1,21 @@
-// Products of a few rows on tensor cores: bfloat16, `in` a multiple of 32, 16-byte aligned rows.
-//
-// The inputs are cut into parts, by the matrix alone. A warp does one part for 16 outputs; the warps of a block, or the
-// blocks of a cluster, do the others, as is best for the number of rows. Partial sums are added in the order of the
-// parts, whoever made them.
+// Products of up to 16 rows on tensor cores: weights in registers, rows brought by bulk copies.
 #pragma once
 #include "../common/async.cuh"
-#include "fragments.cuh"
-#include "linear.cuh"
+#include "linear_parts.cuh"
 
 namespace kdtp {
 
-constexpr int kLinearWarps = 8, kLinearThreads = 32 * kLinearWarps;
 constexpr int kBuffersMost = 4;
 
-// kTiles: tiles of 8 rows. kOutWarps: warps side by side over outputs; the others split the inputs.
-template <int kTiles, int kOutWarps> struct LinearTile {
-  static constexpr int kRows = 8 * kTiles, kOuts = 16 * kOutWarps, kParts = kLinearWarps / kOutWarps;
-  // Blocks of a warp that are on their way, as registers and the room for rows allow.
-  static constexpr int kAhead = kTiles == 1   ? 8
-                                : kTiles == 2 ? (kOutWarps == 1 ? 4 : 8)
-                                : kTiles == 4 ? (kOutWarps == 1 ? 2 : 4)
-                                              : 3;
-  static constexpr int kPadded = kOuts + 4;           // floats of a row's sums, without bank conflicts
-  static constexpr int kSumBytes = kParts * kRows * kPadded * 4;
-};
+// Blocks of a warp that are on their way, as registers and the room for rows allow.
+template <class Tile> constexpr int kBlocksAhead = Tile::kRows == 8 || Tile::kOuts > 16 ? 8 : 4;
 
 // How a block's rows of x are laid into shared memory: so many blocks of 32 inputs of each of its parts at a time.
 struct Chunks {
-  int blocks;   // all there are, or a multiple of the tile's kAhead
+  int blocks;   // all there are, or a multiple of kBlocksAhead
   int rows;     // that there is room for
   int stride;   // 16-byte units of a row, those of its parts one behind the other
   int buffers;  // 1: all at once; more: the next ones come while these are used
-};
-
-// A part of the inputs: blocks of 32, first .. last - 1.
-struct Blocks {
-  int first, last;
-};
-
-// How the blocks of 32 inputs are cut into 1 << shift near equal parts.
-struct Parts {
-  int blocks, shift;
-
-  __device__ Blocks operator[](int index) const { return {blocks * index >> shift, blocks * (index + 1) >> shift}; }
-  __device__ int longest() const { return (blocks + (1 << shift) - 1) >> shift; }
 };
 
 // The block's rows of x in shared memory. There may be fewer than a tile has: what stands in the places of the others is
@@ -81,33 +53,11 @@ template <class Tile> struct Staging {
   __device__ void wait(int chunk) const { barrier_wait(&full[chunk % chunks.buffers], chunk / chunks.buffers % 2); }
 };
 
-// Add up the partial sums of all parts and blocks, in the order of the inputs, and store. Each block does its share.
-template <class Tile>
-__device__ __forceinline__ void join(const Linear& p, const float* sums, int row0, int head, int out0) {
-  const int rows = min(Tile::kRows, p.rows - row0), splits = gridDim.x;
-  for (int i = blockIdx.x * kLinearThreads + threadIdx.x; i < rows * Tile::kOuts; i += splits * kLinearThreads) {
-    const int row = i / Tile::kOuts, out = i % Tile::kOuts;
-    float total = 0.0f;
-    const float* const from = sums + row * Tile::kPadded + out;
-    if (splits == 1) {
-#pragma unroll
-      for (int part = 0; part < Tile::kParts; ++part) total += from[part * Tile::kRows * Tile::kPadded];
-    } else {
-#pragma unroll 4
-      for (int split = 0; split < splits; ++split)
-#pragma unroll
-        for (int part = 0; part < Tile::kParts; ++part)
-          total += cluster_float(from + part * Tile::kRows * Tile::kPadded, split);
-    }
-    if (out0 + out < p.out) store<__nv_bfloat16>(p, row0 + row, head, out0 + out, total);
-  }
-}
-
 // Grid: blocks that share the parts (one cluster), tiles of rows, tiles of outputs of all heads.
 template <int kTiles, int kOutWarps>
 __global__ void __launch_bounds__(kLinearThreads, 2) linear_mma_kernel(const Linear p, const Chunks chunks) {
   using Tile = LinearTile<kTiles, kOutWarps>;
-  constexpr int kAhead = Tile::kAhead;
+  constexpr int kAhead = kBlocksAhead<Tile>;
   extern __shared__ __align__(128) unsigned char shared[];
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int out_warp = warp % kOutWarps, part = warp / kOutWarps;

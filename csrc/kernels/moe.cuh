@@ -17,7 +17,7 @@ struct Moe {
   const void *w_gate_up, *w_down, *s_gate_up, *s_down;
   const void* add;  // [rows, hidden] T, or null
   void* out;     // [rows, hidden] T
-  int* count;    // [1]: items
+  int* count;    // [1]: items; null: no list of items, each pair is one
   int* items;    // [items_most, kItemHead + tile]
   void* inner;   // [rows * topk, inter] T: silu(gate) * up
   float* parts;  // [rows * topk, hidden]: what each pair adds, without its weight

@@ -7,14 +7,14 @@ namespace kdtp {
 
 // bfloat16 [.., in], from a step on. `row` counts the outputs of all experts; it is a multiple of 16.
 struct DenseWeights {
-  static constexpr int kStep = kBlock;                // inputs of one load
-  static constexpr int kAhead = 3, kRowsAhead = 3;  // loads on their way, as many as registers allow
+  static constexpr int kStep = kBlock;  // inputs of one load
   struct Held {
     uint4 low, high;
   };
   const __nv_bfloat16* w;  // output g, from input 8 t
   int to_high;             // elements from output g to output g + 8
 
+  DenseWeights() = default;
   __device__ DenseWeights(const void* all, const void*, int64_t row, int in, int step)
       : w(static_cast<const __nv_bfloat16*>(all) + (row + threadIdx.x % 32 / 4) * in + step * kStep +
           threadIdx.x % 4 * 8),
@@ -52,7 +52,7 @@ __device__ __forceinline__ void widen(uint32_t word, uint32_t (&a)[4]) {
 // its 32 inputs: weights stay exact. A kernel is bound by its instructions long before the tensor cores have enough to
 // do, so they take the offset off, too: one product more for what would be a subtraction for each two weights.
 struct Int4Weights {
-  static constexpr int kStep = kInt4Ins, kAhead = 3, kRowsAhead = 3;
+  static constexpr int kStep = kInt4Ins;
   struct Held {
     uint4 w;
     uint2 scales;
@@ -60,6 +60,7 @@ struct Int4Weights {
   const uint4* w;
   const uint2* scales;
 
+  Int4Weights() = default;
   __device__ Int4Weights(const void* all, const void* all_scales, int64_t row, int in, int step) {
     const int64_t tile = row / kInt4Outs * (in / kInt4Ins) + step;
     w = static_cast<const uint4*>(all) + tile * 32 + threadIdx.x % 32;

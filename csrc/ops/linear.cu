@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "../kernels/linear_mma.cuh"
+#include "../kernels/linear_wide.cuh"
 
 namespace {
 
@@ -35,25 +36,54 @@ kdtp::Chunks chunks_of(int rows, int parts, int ahead, int blocks) {
   return chunks(each, buffers);
 }
 
-template <int kTiles, int kOutWarps> int run_tile(const Linear& p, int parts, void* stream) {
-  using Tile = kdtp::LinearTile<kTiles, kOutWarps>;
+template <class Tile> kdtp::Launch tile_launch(const Linear& p, int parts) {
   kdtp::Launch how;
   const int out_tiles = (p.out + Tile::kOuts - 1) / Tile::kOuts;
   how.cluster = parts / Tile::kParts;
   how.grid = dim3(how.cluster, (p.rows + Tile::kRows - 1) / Tile::kRows, out_tiles * p.heads);
   how.block = dim3(kdtp::kLinearThreads);
-  const int rows = kTiles == 1 ? p.rows : Tile::kRows;
-  const auto chunks = chunks_of(rows, Tile::kParts, Tile::kAhead, (p.in / kdtp::kBlock + parts - 1) / parts);
+  return how;
+}
+
+template <int kTiles, int kOutWarps> int run_few(const Linear& p, int parts, void* stream) {
+  using Tile = kdtp::LinearTile<kTiles, kOutWarps>;
+  kdtp::Launch how = tile_launch<Tile>(p, parts);
+  const int rows = kTiles == 1 ? p.rows : Tile::kRows, blocks = (p.in / kdtp::kBlock + parts - 1) / parts;
+  const auto chunks = chunks_of(rows, Tile::kParts, kdtp::kBlocksAhead<Tile>, blocks);
   how.shared = std::max(rows * chunks.stride * chunks.buffers * 16, Tile::kSumBytes);
   return kdtp::launch(kdtp::linear_mma_kernel<kTiles, kOutWarps>, how, stream, p, chunks);
 }
 
+// A deep ring where the device then holds all blocks at once; else one that leaves room for two blocks to a
+// multiprocessor, or what every device has.
+template <int kTiles, int kOutWarps> int run_many(const Linear& p, int parts, void* stream) {
+  using Tile = kdtp::LinearTile<kTiles, kOutWarps>;
+  constexpr bool kShort = kOutWarps == 1;  // all parts in one block
+  kdtp::Launch how = tile_launch<Tile>(p, parts);
+  const auto run = [&](auto depth) {
+    how.shared = kdtp::WideShared<Tile, depth.value>::kBytes;
+    return kdtp::launch(kdtp::linear_wide_kernel<kTiles, kOutWarps, depth.value>, how, stream, p);
+  };
+  int device = 0, most = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  constexpr int kDeep = 8, kTwo = 5, kPortable = 3;
+  static_assert(kdtp::WideShared<Tile, kPortable>::kBytes <= kdtp::kSharedMost, "a portable kernel");
+  how.shared = kdtp::WideShared<Tile, kDeep>::kBytes;
+  if constexpr (!kShort) {
+    if (how.shared <= most && kdtp::fits_at_once(kdtp::linear_wide_kernel<kTiles, kOutWarps, kDeep>, how))
+      return run(std::integral_constant<int, kDeep>());
+    if (kdtp::WideShared<Tile, kTwo>::kBytes <= most) return run(std::integral_constant<int, kTwo>());
+  }
+  return run(std::integral_constant<int, kPortable>());
+}
+
 // Tiles of up to 8 * kTilesMost rows.
 template <int kOutWarps, int kTilesMost> int run_rows(const Linear& p, int parts, void* stream) {
-  if (p.rows <= 8) return run_tile<1, kOutWarps>(p, parts, stream);
-  if (p.rows <= 16) return run_tile<2, kOutWarps>(p, parts, stream);
-  if (p.rows <= 32 || kTilesMost == 4) return run_tile<4, kOutWarps>(p, parts, stream);
-  return run_tile<kTilesMost, kOutWarps>(p, parts, stream);
+  if (p.rows <= 8) return run_few<1, kOutWarps>(p, parts, stream);
+  if (p.rows <= 16) return run_few<2, kOutWarps>(p, parts, stream);
+  if (p.rows <= 32 || kTilesMost == 4) return run_many<4, kOutWarps>(p, parts, stream);
+  return run_many<kTilesMost, kOutWarps>(p, parts, stream);
 }
 
 // Parts of the inputs: so many that one warp for each part of 16 outputs fills 132 SMs (H200) with 8 warps each, or

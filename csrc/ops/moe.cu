@@ -22,6 +22,9 @@ bool on_tensor_cores(const KdtpMoeArgs* a) {
 // Pairs of an item: one tile of 8 rows while experts have few, two such when they have many.
 int tile_of(const KdtpMoeArgs* a) { return on_tensor_cores(a) && a->rows * a->topk > 4 * a->experts ? 16 : 8; }
 
+// A single row's pairs: a list of items would cost more time than two pairs of the same expert.
+bool each_pair_alone(const KdtpMoeArgs* a) { return on_tensor_cores(a) && a->rows == 1; }
+
 // The kernels' view of a call; `end` is set to the bytes of workspace that it takes.
 Moe view(const KdtpMoeArgs* a, int64_t* end) {
   Moe p = {};
@@ -41,7 +44,8 @@ Moe view(const KdtpMoeArgs* a, int64_t* end) {
     at += aligned(bytes);
     return here;
   };
-  p.count = reinterpret_cast<int*>(take(sizeof(int)));
+  int* const count = reinterpret_cast<int*>(take(sizeof(int)));
+  p.count = each_pair_alone(a) ? nullptr : count;
   p.items = reinterpret_cast<int*>(take(static_cast<int64_t>(p.items_most) * (kdtp::kItemHead + p.tile) * sizeof(int)));
   p.inner = take(pairs * a->inter * size);
   p.parts = reinterpret_cast<float*>(take(pairs * a->hidden * sizeof(float)));
@@ -97,27 +101,32 @@ template <typename T> int run_plain(const Moe& p, void* stream) {
   return kdtp::launch(kdtp::moe_down_plain_kernel<T>, down, stream, p);
 }
 
-// The blocks that the device holds at once, two on each multiprocessor, or fewer if there is less to do.
-unsigned blocks_for(int64_t jobs) {
-  int device = 0, processors = 0;
+int multiprocessors() {
+  int device = 0, count = 0;
   cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  return static_cast<unsigned>(std::min<int64_t>(jobs, 2 * processors));
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
 }
 
-template <class Weights, int kTiles> int run_tiles(const Moe& p, void* stream) {
+// The blocks that the device holds at once, two on each multiprocessor, or fewer if there is less to do.
+unsigned blocks_for(int64_t jobs) { return static_cast<unsigned>(std::min<int64_t>(jobs, 2 * multiprocessors())); }
+
+template <class Weights, int kTiles, int kSets> int run_tiles(const Moe& p, void* stream) {
   const int64_t items = p.items_most;
   Launch gate_up, down;
   gate_up.grid = dim3(blocks_for(items * (p.inter / 16)));
   down.grid = dim3(blocks_for((items * (p.hidden / 32) + kdtp::kMoeWarps - 1) / kdtp::kMoeWarps));
-  gate_up.block = down.block = dim3(kdtp::kMoeThreads);
+  gate_up.block = dim3(kdtp::kMoeThreads * 2 / kSets);
+  down.block = dim3(kdtp::kMoeThreads);
   gate_up.shared = kdtp::gate_up_shared<kTiles>();
-  if (const int code = kdtp::launch(kdtp::moe_gate_up_kernel<Weights, kTiles>, gate_up, stream, p)) return code;
+  if (const int code = kdtp::launch(kdtp::moe_gate_up_kernel<Weights, kTiles, kSets>, gate_up, stream, p)) return code;
   return kdtp::launch(kdtp::moe_down_kernel<Weights, kTiles>, down, stream, p);
 }
 
 template <class Weights> int run_tensor_cores(const Moe& p, void* stream) {
-  return p.tile == 8 ? run_tiles<Weights, 1>(p, stream) : run_tiles<Weights, 2>(p, stream);
+  const int64_t jobs = static_cast<int64_t>(p.items_most) * (p.inter / 16);  // of gate and up
+  if (p.tile == 16) return run_tiles<Weights, 2, 2>(p, stream);
+  return jobs <= multiprocessors() ? run_tiles<Weights, 1, 1>(p, stream) : run_tiles<Weights, 1, 2>(p, stream);
 }
 
 template <typename T> int run_sum(const Moe& p, void* stream) {
@@ -148,10 +157,12 @@ extern "C" int kdtp_moe(const KdtpMoeArgs* a) {
   const Moe p = view(a, &bytes);
   if (const int code = check_memory(a, bytes)) return code;
   if (a->rows == 0) return 0;
-  Launch assign;
-  assign.grid = dim3(1);
-  assign.block = dim3(1024);
-  if (const int code = kdtp::launch(kdtp::moe_assign_kernel, assign, a->stream, p)) return code;
+  if (p.count != nullptr) {
+    Launch assign;
+    assign.grid = dim3(1);
+    assign.block = dim3(1024);
+    if (const int code = kdtp::launch(kdtp::moe_assign_kernel, assign, a->stream, p)) return code;
+  }
   if (const int code = run_experts(a, p)) return code;
   return a->dtype == KDTP_F32 ? run_sum<float>(p, a->stream) : run_sum<__nv_bfloat16>(p, a->stream);
 }

@@ -55,10 +55,11 @@ def test_linear_heads(cuda: torch.device, heads: int, width: int, out: int, dtyp
         assert torch.equal(linear_heads(x[:rows], w), alone[:rows]), rows
 
 
-def test_a_row_among_nan(cuda: torch.device) -> None:
+@pytest.mark.parametrize("rows", [8, 16, 32, 60])
+def test_a_row_among_nan(cuda: torch.device, rows: int) -> None:
     """What the other rows hold does not matter, be it NaN or infinity."""
     w = torch.randn(2112, 7168, device=cuda).to(torch.bfloat16)
-    x = torch.randn(16, 7168, device=cuda).to(torch.bfloat16)
+    x = torch.randn(rows, 7168, device=cuda).to(torch.bfloat16)
     wild = x.clone()
     wild[::2] = torch.tensor([torch.nan, torch.inf], device=cuda).repeat(3584)
     assert torch.equal(linear(wild, w)[1::2], linear(x, w)[1::2])

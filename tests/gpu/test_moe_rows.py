@@ -91,6 +91,19 @@ def test_all_rows_meet_in_one_expert(cuda: torch.device) -> None:
         assert torch.equal(run(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], experts)[0], together[i]), i
 
 
+def test_a_row_alone_may_lack_experts(cuda: torch.device) -> None:
+    """A single row has no list of items: choices of nobody, and of one expert twice, count as they do in a batch."""
+    random = torch.Generator(cuda).manual_seed(2)
+    experts = packed(random, 320, 64)
+    x = torch.randn(2, 320, generator=random, device=cuda).to(torch.bfloat16)
+    ids = torch.tensor([[3, -1, 3, EXPERTS], [-1, -1, -1, -1]], dtype=torch.int32, device=cuda)
+    weights = torch.rand(2, TOPK, generator=random, device=cuda)
+    together = run(x, ids, weights, experts)
+    assert together[0].abs().max() > 0 and (together[1] == 0).all()
+    for i in range(2):
+        assert torch.equal(run(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], experts)[0], together[i]), i
+
+
 def test_refusals(cuda: torch.device) -> None:
     """Shapes that INT4 experts cannot have, and what is missing, by name and before anything runs."""
     random = torch.Generator(cuda).manual_seed(1)
