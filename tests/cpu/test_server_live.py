@@ -160,7 +160,8 @@ def test_the_page_draws_the_tree_of_a_request(ready, asking, tmp_path):
         page.until("document.querySelectorAll('#requests button').length === 2")
         page.run("document.querySelector('#requests button').click()")
         # Looked at and held in one go: the next tree may be a small one.
-        seen = "document.querySelectorAll('#tree g.node').length > 2 && document.querySelectorAll('#tree g.lit').length > 1"
+        count = "document.querySelectorAll('#tree g.{}').length > {}"
+        seen = f"{count.format('node', 2)} && {count.format('lit', 1)}"
         page.until(f"{seen} && (document.getElementById('pause').click(), true)")
         assert page.run("document.querySelectorAll('#tree path').length") >= 2 and page.run(seen)
         assert "drafted" in page.run("document.getElementById('about').textContent")
