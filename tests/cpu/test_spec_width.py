@@ -176,6 +176,32 @@ def test_a_policy_that_never_drafts_twice_what_does_not_pay():
     assert share(1.0, 1500) > 0.5 and share(1.0, 200) == 2.0
 
 
+@settings(deadline=None, derandomize=True, max_examples=15)
+@given(
+    st.lists(st.floats(0.0, 1.5), min_size=11, max_size=11),
+    st.floats(0.0, 1.0),
+    st.lists(st.floats(-3.0, -0.01), min_size=1, max_size=7),
+)
+def test_a_useless_drafter_costs_no_more_than_trying(steps, draft, claims):
+    """Whatever widths cost (1 for one row, and any amount more for more), whatever the drafter claims: nothing it
+    proposes is ever right. To learn that takes some rounds; then it is tried once in 64, or more often for little."""
+    sizes = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+    curve = dict(zip(sizes, itertools.accumulate(steps, initial=1.0), strict=False))
+    policy, count, spent = Policy(Costs(curve, padded)), 800, 0.0
+    grown = a_chain([0.0, *itertools.accumulate(claims)])
+    for _ in range(count):
+        size, took = 0, 0.0
+        if policy.drafts(1):
+            (size,) = policy.choose([grown], 1, 1, 0)
+            policy.learn_draft(1, draft)
+            policy.learn_tree(grown.cut(size), {0})
+            took = draft
+        policy.learn(1, 1 + size, 0, curve[padded(1 + size)])
+        spent += took + curve[padded(1 + size)]
+    worst = draft + curve[padded(1 + len(claims))] - 1.0  # what a try costs, at most
+    assert spent <= 1.02 * count + 60 * worst
+
+
 def test_it_loses_nowhere_for_long_and_finds_the_best_width():
     """Simulated machines and texts: against plain decoding and every fixed width, with noise, from nothing known."""
     found = []
