@@ -2,7 +2,8 @@
 
     python scripts/gen_kernel_cases.py [--out build/kernels/cases.kdtr] [--room ROOM ...]
     build/kernels/selftest kdtp/kernels/lib/libkdtp.so kdtp/kernels/lib/params.h build/kernels/cases.kdtr [substring]
-    compute-sanitizer --tool memcheck build/kernels/selftest ...        # racecheck, initcheck
+    compute-sanitizer --tool memcheck build/kernels/selftest ...        # initcheck; racecheck with the library that
+                                                                        # build_kernels.py --racecheck makes
 
 The file's metadata: `format` = kdtp-kernel-cases, `params` = sha256 of csrc/params.h, `cases` = their number; and of
 case i:

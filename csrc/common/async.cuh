@@ -28,6 +28,26 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int byte
                : "memory");
 }
 
+// Who arrives for a warp whose lanes are all done: one of them, behind __syncwarp(). racecheck follows the order of a
+// barrier's own arrivals only and takes what the other lanes did for races: for it alone all of them arrive.
+#ifdef KDTP_RACECHECK
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
+__device__ __forceinline__ void warp_arrive(Barrier* barrier) {
+  __syncwarp();
+  if (kWarpArrivals == 32 || threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// The same, with so many bytes still to come.
+__device__ __forceinline__ void warp_arrive_expect(Barrier* barrier, int bytes) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive_expect(barrier, bytes);
+  else if (kWarpArrivals == 32) barrier_arrive(barrier);
+}
+
 // Until the phase of this parity has ended; phases are 0, 1, 0, .. and one before the first counts as ended.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
   asm volatile(

@@ -80,12 +80,6 @@ __device__ __forceinline__ int64_t state_of(const Problem& p, int slot, int plac
   return static_cast<int64_t>(slot) * p.batch.rows * p.batch.heads + place;
 }
 
-// Once for the warp, when all its lanes are done.
-__device__ __forceinline__ void warp_arrive(Barrier* barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
-
 __host__ __device__ __forceinline__ int even_tiles(int groups) { return (groups + kGroupsMost - 1) / kGroupsMost; }
 
 // First group of the tile that begins with sequence `seq`; -1 if that is an aligned group, or there is none.
@@ -211,8 +205,7 @@ template <class S, int kStages> class Fetcher {
       job.folded = folded;
       job.groups = __popc(tile.members);
     }
-    __syncwarp();
-    if (lane_ == 0) barrier_arrive(&shared_.job_full[jobs_.at()]);
+    warp_arrive(&shared_.job_full[jobs_.at()]);
     jobs_.next();
   }
 
@@ -240,9 +233,8 @@ template <class S, int kStages> class Fetcher {
       for (int i = 0; i < S::kWidth; i += 8) *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
       fence_before_copy();  // a later copy comes to the same place
     }
-    __syncwarp();
     Barrier* full = &shared_.full[stages_.at()];
-    if (lane_ == 0) barrier_arrive_expect(full, count * kBytes);
+    warp_arrive_expect(full, count * kBytes);
     __syncwarp();
     if (from >= 0) copy_bulk(to, problem_.kv + static_cast<int64_t>(from) * S::kWidth, kBytes, full);
     stages_.next();

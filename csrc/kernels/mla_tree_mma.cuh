@@ -27,14 +27,14 @@ __device__ __forceinline__ void consume(const Problem& problem, Shared<S, kStage
 
 template <class S, int kStages> __device__ __forceinline__ void init_barriers(Shared<S, kStages>& shared) {
   for (int i = 0; i < kStages; ++i) {
-    barrier_init(&shared.full[i], 1);
-    barrier_init(&shared.empty[i], kScorers + kWeighers);
+    barrier_init(&shared.full[i], kWarpArrivals);
+    barrier_init(&shared.empty[i], (kScorers + kWeighers) * kWarpArrivals);
   }
-  barrier_init(&shared.parts_full, kScorers);
-  barrier_init(&shared.parts_empty, kWeighers);
+  barrier_init(&shared.parts_full, kScorers * kWarpArrivals);
+  barrier_init(&shared.parts_empty, kWeighers * kWarpArrivals);
   for (int i = 0; i < kJobs; ++i) {
-    barrier_init(&shared.job_full[i], 1);
-    barrier_init(&shared.job_empty[i], kScorers + kWeighers);
+    barrier_init(&shared.job_full[i], kWarpArrivals);
+    barrier_init(&shared.job_empty[i], (kScorers + kWeighers) * kWarpArrivals);
   }
   barrier_init_done();
 }

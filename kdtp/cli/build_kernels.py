@@ -19,6 +19,7 @@ CSRC = ROOT / "csrc"
 LIBRARY = ROOT / "kdtp" / "kernels" / "lib" / "libkdtp.so"
 WORK = ROOT / "build" / "kernels"
 SELFTEST = WORK / "selftest"
+RACECHECK = WORK / "racecheck" / LIBRARY.name
 
 # Machine code for Hopper (wgmma needs the "a") and for RTX PRO 6000 / GeForce Blackwell, and PTX for what comes after.
 TARGETS = (
@@ -51,39 +52,45 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--only", nargs="+", metavar="NAME", help="compile csrc/ops/NAME.cu and no more; nothing is linked"
     )
     parser.add_argument("--selftest", action="store_true", help="build the standalone selftest too")
+    parser.add_argument(
+        "--racecheck",
+        action="store_true",
+        help=f"build {RACECHECK.relative_to(ROOT)} instead, for compute-sanitizer's racecheck",
+    )
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Build; exit code 1 with the compiler's words if it fails."""
     try:
         if chosen.only:
-            compile_all([CSRC / "ops" / f"{name}.cu" for name in chosen.only], chosen.jobs)
+            compile_all([CSRC / "ops" / f"{name}.cu" for name in chosen.only], chosen.jobs, chosen.racecheck)
         else:
-            build(chosen.jobs, chosen.selftest)
+            build(chosen.jobs, chosen.selftest, chosen.racecheck)
     except BuildError as error:
         print(f"kdtp build-kernels: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def build(jobs: int, selftest: bool = False) -> None:
+def build(jobs: int, selftest: bool = False, racecheck: bool = False) -> None:
     """Compile what has changed, check it, and link. Raises BuildError."""
-    objects = compile_all([CSRC / "common" / "kdtp.cu", *sorted((CSRC / "ops").glob("*.cu"))], jobs)
-    LIBRARY.parent.mkdir(exist_ok=True)
-    link(["-shared", *map(str, objects)], LIBRARY)
-    shutil.copyfile(CSRC / "params.h", LIBRARY.parent / "params.h")
+    library = RACECHECK if racecheck else LIBRARY
+    objects = compile_all([CSRC / "common" / "kdtp.cu", *sorted((CSRC / "ops").glob("*.cu"))], jobs, racecheck)
+    library.parent.mkdir(exist_ok=True)
+    link(["-shared", *map(str, objects)], library)
+    shutil.copyfile(CSRC / "params.h", library.parent / "params.h")
     if selftest:
         link([str(CSRC / "selftest" / "selftest.cu"), "-ldl"], SELFTEST)
-    print(f"{LIBRARY.relative_to(ROOT)}: {LIBRARY.stat().st_size / 1e6:.1f} MB from {len(objects)} objects")
+    print(f"{library.relative_to(ROOT)}: {library.stat().st_size / 1e6:.1f} MB from {len(objects)} objects")
 
 
-def compile_all(sources: Sequence[Path], jobs: int) -> list[Path]:
+def compile_all(sources: Sequence[Path], jobs: int, racecheck: bool = False) -> list[Path]:
     """The objects of `sources`, in their order."""
     nvcc = find_nvcc()
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     WORK.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda source: compile_one(nvcc, version, source), sources))
+        return list(pool.map(lambda source: compile_one(nvcc, version, source, racecheck), sources))
 
 
 def find_nvcc() -> str:
@@ -100,12 +107,13 @@ def find_nvcc() -> str:
     raise BuildError("no nvcc in CUDA_HOME, PATH or NVIDIA's wheels; install CUDA 13, or kdtp with its extra `kernels`")
 
 
-def compile_one(nvcc: str, version: str, source: Path) -> Path:
+def compile_one(nvcc: str, version: str, source: Path, racecheck: bool) -> Path:
     """The object of `source`, taken from an earlier build if nothing that goes into it has changed since."""
     flags = [
         *FLAGS,
         *(f for target in TARGETS for f in ("-gencode", target)),
         f'-DKDTP_PARAMS_SHA256="{params_hash()}"',
+        *(["-DKDTP_RACECHECK"] if racecheck else []),
     ]
     key = hashlib.sha256(repr((version, flags)).encode())
     for path in sorted(included(source)):
@@ -142,6 +150,8 @@ def check_report(source: Path, report: str) -> None:
     for line in report.splitlines():
         if match := re.search(r"Compiling entry function '(\w+)' for '(\w+)'", line):
             kernel, target = match.groups()
+        if match := re.search(r"Registers are spilled .* in function '(\w+)', (\d+) bytes", line):
+            raise BuildError(f"{source.name}: {match.group(1)} spills {match.group(2)} bytes")
         if (match := re.search(r"(\d+) bytes spill stores", line)) and int(match.group(1)):
             raise BuildError(f"{source.name}: {kernel} spills {match.group(1)} bytes on {target}")
         used = re.search(r"(\d+) bytes smem", line)

@@ -102,6 +102,12 @@ def test_a_refused_object_is_not_kept(toolkit: Toolkit) -> None:
             build_kernels.compile_all([build_kernels.CSRC / "ops/norm.cu"], 1)
 
 
+def test_a_warning_names_the_kernel_that_spills() -> None:
+    where = "Registers are spilled to local memory in function 'wide'"
+    with pytest.raises(BuildError, match=r"^norm.cu: wide spills 16 bytes$"):
+        check_report(Path("norm.cu"), f"ptxas warning : {where}, 16 bytes spill stores, 12 bytes spill loads")
+
+
 @pytest.mark.parametrize(
     ("target", "shared", "complaint"),
     [("90a", 200_000, None), ("120a", 101_376, None), ("120a", 101_377, "kernel takes 101377 bytes of shared memory")],
