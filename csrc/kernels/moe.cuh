@@ -45,6 +45,7 @@ __device__ __forceinline__ int sum_before(int mine) {
 // Items of all experts that are hit, experts and pairs ascending: a counting sort by one block of 1024 threads.
 __global__ void __launch_bounds__(1024, 1) moe_assign_kernel(const Moe p) {
   __shared__ int taken[kMoeExpertsMost], first[kMoeExpertsMost];  // pairs of each expert so far; its first item
+  __shared__ int items;
   follow_kernel_before();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int pairs = p.rows * p.topk, stride = kItemHead + p.tile;
@@ -61,11 +62,14 @@ __global__ void __launch_bounds__(1024, 1) moe_assign_kernel(const Moe p) {
   taken[thread] = 0;
   for (int i = 0; i < tiles; ++i) {
     int* item = p.items + static_cast<int64_t>(before + i) * stride;
-    item[0] = thread;
-    item[1] = min(p.tile, mine - i * p.tile);
+    const int count = min(p.tile, mine - i * p.tile);
+    item[0] = thread, item[1] = count;
+    for (int at = count; at < p.tile; ++at) item[kItemHead + at] = 0;  // read, and thrown away
   }
-  if (thread == 1023) *p.count = before + tiles;
+  if (thread == 1023) *p.count = items = before + tiles;
   __syncthreads();
+  // Who reads items does so before it knows how many there are.
+  for (int i = items * stride + thread; i < p.items_most * stride; i += 1024) p.items[i] = 0;
   for (int start = 0; start < pairs; start += 1024) {
     const int pair = start + thread, warps = min(32, (pairs - start + 31) / 32);
     const unsigned id = pair < pairs ? p.ids[pair] : ~0u;
