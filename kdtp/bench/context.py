@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from kdtp.engine.api import Engine
 from kdtp.messages import Finished, Usage
 from kdtp.types import SamplingParams
+
+_SHORT = 16  # tokens
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,14 @@ def measure(
     speculate: bool,
     tell: Callable[[Point], object],
 ) -> list[Point]:
-    """Run each prompt alone, after one that warms up; tell: called with each point as it comes."""
-    _run(engine, asked[0], params, speculate)
+    """Run each prompt alone; tell: called with each point as it comes.
+
+    A short run comes before: what a length needs for the first time, such as CUDA graphs, is made in that.
+    """
+    short = replace(params, max_tokens=min(_SHORT, params.max_tokens))
     points = []
     for prompt in asked:
+        _run(engine, prompt, short, speculate)
         points.append(Point(len(prompt), _run(engine, prompt, params, speculate)))
         tell(points[-1])
     return points

@@ -7,20 +7,16 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdtp.bench.load import Load, Range, Record
 from kdtp.bench.load import run as run_load
-from kdtp.cli.flags import add_engine_flags, engine_config
+from kdtp.cli import bench_context
 from kdtp.client import KEY_VARIABLE, Endpoint, EndpointError, read_key
 
-if TYPE_CHECKING:
-    from kdtp.engine.plan import Plan
-
 EXIT_FAILED = 1  # a request failed
-EXIT_ENGINE = 70
 _MOST_REQUESTS = 1_000_000
 
 
@@ -31,8 +27,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_serve(serve)
     serve.set_defaults(bench=_serve)
     context = kinds.add_parser("context", help="throughput, acceptance and stage times over the length of the context")
-    _add_context(context)
-    context.set_defaults(bench=_context)
+    bench_context.add_flags(context)
+    _add_both(context)
+    context.set_defaults(bench=bench_context.run)
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -67,7 +64,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=_range, default=(64, 64), metavar="N|A:B", help="default 64")
     parser.add_argument("--max-tokens", type=_range, default=(64, 64), metavar="N|A:B", help="default 64")
     parser.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="tokens that all prompts begin with")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="texts, one a line, instead of random ids")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="texts, one a line (as JSON in a .jsonl), instead of random ids"
+    )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="of random ids (default: what the endpoint says)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default 0")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="requests before it counts (default 2)")
@@ -91,7 +90,7 @@ def _serve(chosen: argparse.Namespace) -> int:
         load, records = asyncio.run(_measure(endpoint, chosen))
     except EndpointError as error:
         print(f"kdtp bench: {error}", file=sys.stderr)
-        return EXIT_ENGINE
+        return bench_context.EXIT_ENGINE
     found = summary(records)
     if chosen.png is not None:
         from kdtp.bench.plot import load_picture
@@ -162,8 +161,13 @@ def _texts(path: Path | None) -> list[str]:
         return []
     try:
         texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+        if path.suffix == ".jsonl":
+            texts = [json.loads(line) for line in texts]
+    except (OSError, ValueError) as error:
         raise ValueError(f"--prompts {path}: {error}") from None
+    for i, text in enumerate(texts):
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"--prompts {path}: text {i + 1} = {text!r:.40}: must be a text, not empty")
     if not texts:
         raise ValueError(f"--prompts {path}: has no text")
     return texts
@@ -172,9 +176,9 @@ def _texts(path: Path | None) -> list[str]:
 def _named(load: Load) -> str:
     rate = f"{load.rate:g}/s" if load.rate else "as others end"
     lengths = [str(a) if a == b else f"{a}..{b}" for a, b in (load.prompt_tokens, load.max_tokens)]
-    prompt = "texts" if load.texts else f"{lengths[0]} tokens"
+    prompt = "texts" if load.texts else lengths[0]
     plain = "" if load.speculate else ", no speculation"
-    return f"{load.requests} requests, {load.concurrency} at once, {rate}; {prompt} + {lengths[1]}{plain}"
+    return f"{load.requests} requests, {load.concurrency} at once, {rate}; {prompt} + {lengths[1]} tokens{plain}"
 
 
 def _show_load(load: Load, found: Mapping[str, Any]) -> None:
@@ -202,95 +206,3 @@ def _show_load(load: Load, found: Mapping[str, Any]) -> None:
         console.print(f"{found['tokens_per_round']:.2f} tokens per round; accepted by depth: {depths}", soft_wrap=True)
     for error, count in found["failed"].items():
         console.print(f"failed: {count} x {error}", style="red", markup=False, soft_wrap=True)
-
-
-# ---------------------------------------------------------------- context
-
-
-def _add_context(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lengths", type=_lengths, metavar="N,N,…", help="of the contexts (default: doubled from 64 to the most)"
-    )
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="behind each context (default 64)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="what the contexts hold (default: random ids)")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="for --text (default: where the model is)")
-    _add_both(parser)
-    add_engine_flags(parser)
-
-
-def _lengths(text: str) -> list[int]:
-    if not re.fullmatch(r"\d{1,7}(,\d{1,7})*", text) or min(map(int, text.split(","))) < 1:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r}: must be counts, such as 128,1024,8192")
-    return [int(part) for part in text.split(",")]
-
-
-def _context(chosen: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from kdtp.bench import context
-    from kdtp.engine.api import Engine
-    from kdtp.engine.plan import plan
-    from kdtp.engine.rpc import EngineDead
-    from kdtp.types import SamplingParams
-
-    # A shorter context's pages would spare the next one its prefill.
-    checked = plan(replace(engine_config(chosen), prefix_cache=False))
-    asked = context.prompts(_fitting(chosen, checked), checked.model.vocab_size, _ids(chosen, checked), chosen.seed)
-    params = SamplingParams(max_tokens=chosen.max_tokens, ignore_eos=True)
-    speculate = not chosen.no_speculate
-    try:
-        with Engine.of(checked.config) as engine:
-            print(f"{'context':>8}{'prefill/s':>11}{'tokens/s':>10}{'per round':>11}  ms per round", file=sys.stderr)
-            points = context.measure(engine, asked, params, speculate, lambda point: _show_point(point.figures()))
-    except EngineDead as error:
-        print(f"kdtp bench: {error}", file=sys.stderr)
-        return EXIT_ENGINE
-    figures = [point.figures() for point in points]
-    name = Path(checked.config.model).stem
-    if chosen.png is not None:
-        from kdtp.bench.plot import context_picture
-
-        title = f"{name}: drafter {checked.config.drafter.name}, tp {checked.config.tp}"
-        context_picture(chosen.png, title, figures)
-    if chosen.json:
-        print(json.dumps({"model": name, "points": figures}))
-    return 0
-
-
-def _fitting(chosen: argparse.Namespace, checked: Plan) -> Sequence[int]:
-    most = min(checked.model.max_position_embeddings, checked.config.kv_tokens - checked.config.drafter.budget - 1)
-    room = most - chosen.max_tokens
-    if chosen.max_tokens < 2 or room < 1:
-        raise ValueError(f"--max-tokens {chosen.max_tokens}: must be 2..{most - 1}")
-    lengths: list[int] = chosen.lengths or [64 << i for i in range(24) if 64 << i < room] + [room]
-    long = next((length for length in lengths if length > room), None)
-    if long is not None:
-        raise ValueError(f"--lengths {long}: with {chosen.max_tokens} tokens behind it must be at most {most}")
-    return lengths
-
-
-def _ids(chosen: argparse.Namespace, checked: Plan) -> Sequence[int]:
-    """The tokens of --text."""
-    if chosen.text is None:
-        return ()
-    from kdtp.cli.answer import find_tokenizer
-
-    tokenizer = find_tokenizer(chosen, checked.config.model, checked.model.vocab_size, needed=True)
-    assert tokenizer is not None
-    try:
-        ids = tokenizer.encode(chosen.text.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text {chosen.text}: {error}") from None
-    if not ids:
-        raise ValueError(f"--text {chosen.text}: is empty")
-    return ids
-
-
-def _show_point(point: Mapping[str, Any]) -> None:
-    stages = ", ".join(f"{stage} {ms:.2f}" for stage, ms in point["round_ms"].items())
-    print(
-        f"{point['context']:>8}{point['prefill_tokens_per_second']:>11.1f}{point['tokens_per_second']:>10.1f}"
-        f"{point['tokens_per_round']:>11.2f}  {stages}",
-        file=sys.stderr,
-        flush=True,
-    )

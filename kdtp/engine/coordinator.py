@@ -136,7 +136,7 @@ class Coordinator:
         if self.widths:
             self.widths.learn(rows, grown, outcomes, self._spent)
         self._book(plan.turns)
-        shown = self.watched.events(plan.turns, rows, proposals, outcomes, self._spent) if self.watched else []
+        shown = self.watched.events(plan.turns, rows, grown, outcomes, self._spent) if self.watched else []
         return shown + [event for outcome in outcomes for event in outcome.events(logits, self.model.vocab_size)]
 
     def _make_way(self, plan: Step) -> None:

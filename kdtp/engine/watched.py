@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from kdtp.engine.outcome import Event, Outcome
 from kdtp.engine.scheduler import Turn
-from kdtp.proposals import Proposal
-from kdtp.spec import tree
-from kdtp.types import SeqRows
+from kdtp.spec.tree import Grown
+from kdtp.types import ROOT, SeqRows
 from kdtp.watch import Round
 
 
@@ -36,14 +35,14 @@ class Watched:
         self,
         turns: Sequence[Turn],
         rows: Sequence[SeqRows],
-        proposals: Mapping[int, Proposal],
+        grown: Mapping[int, Grown],
         outcomes: Sequence[Outcome],
         spent: Mapping[str, float],
     ) -> list[Event]:
         """The trees of this round. spent: seconds by stage."""
         timings = {stage: round(seconds * 1e3, 3) for stage, seconds in spent.items()}
         return [
-            Event(_round(r, proposals.get(r.seq), outcome, timings))
+            Event(_round(r, grown[r.seq], outcome, timings))
             for turn, r, outcome in zip(turns, rows, outcomes, strict=True)
             if not turn.chunk and self._takes(r.seq)
         ]
@@ -54,8 +53,16 @@ class Watched:
         return left > 0
 
 
-def _round(rows: SeqRows, proposal: Proposal | None, outcome: Outcome, timings: dict[str, float]) -> Round:
+def _round(rows: SeqRows, grown: Grown, outcome: Outcome, timings: dict[str, float]) -> Round:
     request, path = outcome.request, tuple(outcome.kept)
-    scores = [0.0] if proposal is None else tree.scores(proposal, rows)
     position, bonus = len(request.tokens) - len(outcome.emitted), outcome.picked.ids[path[-1]]
-    return Round(request.id, position, rows.tokens, rows.parents, tuple(scores), path, bonus, timings)
+    return Round(request.id, position, rows.tokens, rows.parents, tuple(scores(rows, grown)), path, bonus, timings)
+
+
+def scores(rows: SeqRows, grown: Grown) -> list[float]:
+    """Of the nodes that were verified: all that had been grown, or what a grammar has left of them."""
+    edges = {edge: node for node, edge in enumerate(zip(grown.tree.parents, grown.tree.tokens, strict=True))}
+    nodes: list[int] = []
+    for parent, token in zip(rows.parents, rows.tokens, strict=True):
+        nodes.append(edges[ROOT if parent == ROOT else nodes[parent], token])
+    return [grown.scores[node] for node in nodes]

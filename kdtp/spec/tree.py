@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from kdtp.proposals import Conditionals, Marginals, Merged, Proposal, Trie
-from kdtp.types import ROOT, SeqRows, Tree
+from kdtp.types import ROOT, Tree
 
 
 class _Ranked(NamedTuple):
@@ -71,20 +71,6 @@ def chain(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
 def seeded(proposal: Proposal, root: int, budget: int, max_depth: int) -> Tree:
     """The nodes of `chain` first, then the best of the others, as `build` takes them."""
     return grow("seeded", proposal, root, budget, max_depth).tree
-
-
-def scores(proposal: Proposal, grown: Tree | SeqRows) -> list[float]:
-    """Log-probability of each node's path under the drafter, by which `build` took it; the root's is 0.
-
-    grown: the proposal's tree, the rows made of it, or what a grammar has left of it.
-    """
-    states, state, costs = _states(proposal, None), [0], [0.0]
-    for token, parent in zip(grown.tokens[1:], grown.parents[1:], strict=True):
-        group = states(state[parent])
-        rank = group.ids.index(token)
-        state.append(group.below[rank])
-        costs.append(ctypes.c_float(costs[parent] + group.cost[rank]).value)
-    return [0.0 - cost for cost in costs]
 
 
 def _best_first(states: _States, root: int, budget: int, max_depth: int, spine: int) -> Grown:

@@ -16,8 +16,10 @@ from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import EngineFault, LocalLink
 from kdtp.engine.request import Request
 from kdtp.engine.scheduler import QueueFull
+from kdtp.engine.watched import scores
 from kdtp.messages import Commit, Failed, Finished, Ids, Tokens
-from kdtp.types import SamplingParams
+from kdtp.spec.tree import Grown
+from kdtp.types import ROOT, SamplingParams, SeqRows, Tree
 from kdtp.watch import Round
 from tests.fake_target import VOCAB, FakeWorker, continuation, model
 
@@ -111,6 +113,12 @@ def test_a_watched_request_shows_its_trees_as_often_as_was_asked():
     coordinator.cancel(5)
     assert len(rounds) == 5 and not coordinator.watched
     check_empty(coordinator, workers)
+
+
+def test_what_a_grammar_leaves_of_a_tree_keeps_its_scores():
+    grown = Grown(Tree((9, 1, 2, 3, 1), (ROOT, 0, 0, 1, 2)), [0.0, -0.5, -1.0, -1.5, -2.0])
+    left = SeqRows(1, 0, (9, 2, 1), (ROOT, 0, 1), 3)
+    assert scores(left, grown) == [0.0, -1.0, -2.0]
 
 
 def test_clients_can_be_told_before_a_step_that_may_take_long():

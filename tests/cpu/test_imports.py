@@ -78,7 +78,7 @@ THIRD_PARTY = {  # what the rooms that must stand alone may use beside the stand
     "kdtp.text": ("tokenizers", "tiktoken", "jinja2"),
     "kdtp.server": ("msgspec", "starlette", "uvicorn", "h11"),
     "kdtp.client": ("msgspec",),
-    "kdtp.bench": ("matplotlib",),
+    "kdtp.bench": ("msgspec", "matplotlib"),
     "launcher": ("torch",),
     "reference": ("numpy",),
 }

@@ -61,6 +61,10 @@ def test_bench_serve_tells_what_a_load_met(ready, tmp_path):
     assert found["failed"] == {} and found["tokens"] == 72 and 420 <= found["prompt_tokens"] <= 480
     assert found["tokens_per_second"] > 0 and found["rounds"] > 0 and found["first_text_ms"]["p50"] > 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "texts.jsonl").write_text('"def f(x):\\n    return"\n"import"\n')
+    done = run(ready, "bench", "serve", "--prompts", tmp_path / "texts.jsonl", "--requests", 2, "--warmup", 0, "--json")
+    found = json.loads(done.stdout)
+    assert found["tokens"] == 128 and found["prompt_tokens"] > 10 and "texts + 64 tokens" in found["load"]
     bad = run(ready, "bench", "serve", "--prompt-tokens", 600, "--requests", 2, "--warmup", 0)
     assert bad.returncode == 1 and "failed: 2 x prompt: 600 tokens" in bad.stdout
 

@@ -165,26 +165,6 @@ def test_order_of_one_tree_by_hand():
     assert got == Tree((9, 10, 11, 20, 20, 21, 21), (ROOT, 0, 0, 1, 2, 1, 2))
 
 
-@PROPERTY
-@given(small_marginals(), *LIMITS, st.sets(st.integers(1, 12)))
-def test_scores_of_a_tree_and_of_what_a_grammar_leaves_of_it(proposal, budget, max_depth, forbidden):
-    grown = tree.build(proposal, 9, budget, max_depth)
-    scores = tree.scores(proposal, grown)
-    assert scores == sorted(scores, reverse=True) and scores[0] == 0.0, "best first"
-    for node, depth in list(enumerate(grown.depths))[1:]:
-        row, parent = depth - 1, grown.parents[node]
-        rank = proposal.ids[row].tolist().index(grown.tokens[node])
-        lp = np.float32(min(proposal.lp[row, rank].item(), 0.0))
-        assert scores[node] == np.float32(np.float32(scores[parent]) + lp)
-    kept = [0]
-    for node in range(1, len(grown)):
-        if node not in forbidden and grown.parents[node] in kept:
-            kept.append(node)
-    place = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
-    left = Tree(tuple(grown.tokens[i] for i in kept), tuple(place[grown.parents[i]] for i in kept))
-    assert tree.scores(proposal, left) == [scores[i] for i in kept]
-
-
 def test_scores_are_float32_path_sums():
     """In double the first path is the better one; in float32 the small term is lost and the tie rule decides."""
     got = tree.build(marginals([[-1.0, -1.0], [-1e-9, -1e-9]], [[10, 11], [20, 21]]), 9, 3, 2)
