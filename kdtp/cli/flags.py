@@ -14,7 +14,7 @@ from kdtp.config import DEVICES, DRAFTERS, DTYPES, PLACES, ConfigError, DrafterC
 from kdtp.types import Grammar, SamplingParams
 
 _ENGINE = {
-    "model": "model folder as published, or KDTR file",
+    "model": "model folder as published, KDTR file, or pair: the small one that ships",
     "tp": "number of ranks the model is split over",
     "device": f"one of {', '.join(DEVICES)}",
     "dtype": f"one of {', '.join(DTYPES)}",
@@ -43,7 +43,7 @@ _DRAFTER = {
     "rank": ("oracle-rank", "oracle: the truth stands at a random rank below this"),
     "seed": ("drafter-seed", "oracle: seed of its chances"),
     "ngram_max": ("ngram-max", "ngram: longest match"),
-    "model": ("drafter-model", "dflash: folder of the drafter, as published"),
+    "model": ("drafter-model", "dflash: folder of the drafter, as published, or pair: the shipped one's"),
     "placement": (
         "drafter-placement",
         "dflash: workers (split over the ranks) or coordinator (whole in its process, on a CPU)",

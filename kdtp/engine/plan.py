@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kdtp import pair
 from kdtp.config import ConfigError, DrafterConfig, EngineConfig, ModelConfig
 from kdtp.draft.dflash import config as dflash
 from kdtp.draft.dflash.folder import Folder
@@ -63,7 +64,7 @@ def plan(config: EngineConfig) -> Plan:
     """Check `config` against its model. ConfigError, KdtrError or CheckpointError naming what is wrong and legal."""
     if config.device == "cuda":
         _check_cuda()
-    path = Path(config.model).absolute()
+    path = pair.target(config.model)
     model = _folder(path, config) if os.path.isdir(path) else _file(config.model)
     if config.tp not in model.legal_tp:
         legal = ", ".join(map(str, model.legal_tp))
@@ -91,7 +92,7 @@ def is_alone(config: EngineConfig) -> bool:
 
 def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     """The settings of a network with its block's size, once it is known to fit the model."""
-    chosen, path = config.drafter, Path(config.drafter.model).absolute()
+    chosen, path = config.drafter, pair.drafter(config.drafter.model)
     network = dflash.read(path, chosen.amplitude or None, chosen.window)
     for key, found, want in (
         ("hidden_size", network.hidden_size, model.hidden_size),
