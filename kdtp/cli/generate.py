@@ -33,6 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "text", nargs="?", help="what to answer, or to continue if the model has no chat template; - is standard input"
     )
     parser.add_argument("--raw", action="store_true", help="continue the text, although there is a chat template")
+    parser.add_argument("--echo", action="store_true", help="show the text before its continuation")
     add_text_flags(parser)
     parser.add_argument(
         "--prompt-tokens", type=token_ids, metavar="ID,ID,…", help="default: the model file's own prompt"
@@ -50,7 +51,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done. tokenizer: None where only token ids are known; as_text: show text instead of ids."""
+    """What is to be done. tokenizer: None where only token ids are known; as_text: show text instead of ids; echo: and
+    this before it."""
 
     plan: Plan
     prompt: tuple[int, ...]
@@ -58,6 +60,7 @@ class Job:
     tokenizer: Tokenizer | None
     stops: tuple[str, ...]
     as_text: bool
+    echo: str
 
     @property
     def stop_ids(self) -> set[int]:
@@ -71,7 +74,7 @@ def run(chosen: argparse.Namespace) -> int:
     check_request(Request(1, job.prompt, job.params), job.plan.config, job.plan.model)  # before anything is loaded
     for note in job.plan.notes:
         print(note, file=sys.stderr)
-    screen = Screen(job.params.max_tokens, quiet=chosen.json, as_text=job.as_text)
+    screen = Screen(job.params.max_tokens, quiet=chosen.json, as_text=job.as_text, echo=job.echo)
     try:
         with screen, Engine.of(job.plan.config, screen.load) as engine:
             done, text = _complete(engine, job, True, chosen.check, screen)
@@ -116,16 +119,17 @@ def _job(chosen: argparse.Namespace) -> Job:
     if as_text or chosen.stop or chosen.tokenizer or chosen.json:
         needed = as_text or bool(chosen.stop)
         tokenizer = find_tokenizer(chosen, checked.config.model, checked.model.vocab_size, needed)
-    ends = set(chosen.stop_tokens)
+    ends, echo = set(chosen.stop_tokens), ""
     if as_text and tokenizer:
         prompt = _text_prompt(chosen, tokenizer)
+        echo = tokenizer.decode(prompt[len(tokenizer.begin) :]) if chosen.echo else ""
         ends |= set() if chosen.ignore_eos else tokenizer.stop_ids
     else:
         prompt = _token_prompt(chosen, checked.golden)
     if checked.config.drafter.name == "oracle" and (checked.golden is None or prompt != checked.golden.prompt):
         raise ValueError("drafter = 'oracle': knows only the model file's own prompt; give no other one")
     params = sampling(chosen, _length(chosen, checked, prompt), tuple(sorted(ends)), chosen.ignore_eos)
-    return Job(checked, prompt, params, tokenizer, tuple(chosen.stop), as_text)
+    return Job(checked, prompt, params, tokenizer, tuple(chosen.stop), as_text, echo)
 
 
 def _refuse_useless(chosen: argparse.Namespace) -> None:
@@ -133,18 +137,22 @@ def _refuse_useless(chosen: argparse.Namespace) -> None:
     if chosen.text is not None and chosen.prompt_tokens is not None:
         raise ValueError("--prompt-tokens: there is a text too; must be one of them")
     of_chat = {"--system": chosen.system is not None, "--template-set": bool(chosen.template_set)}
-    for flag, given in ({"--raw": chosen.raw} | of_chat).items():
+    for flag, given in ({"--raw": chosen.raw, "--echo": chosen.echo} | of_chat).items():
         if given and chosen.text is None:
             raise ValueError(f"{flag}: has no effect without a text")
     for flag, given in of_chat.items():
         if given and chosen.raw:
             raise ValueError(f"{flag}: has no effect with --raw")
+    if chosen.echo and chosen.json:
+        raise ValueError("--echo: has no effect with --json")
 
 
 def _text_prompt(chosen: argparse.Namespace, tokenizer: Tokenizer) -> tuple[int, ...]:
     text = _standard_input() if chosen.text == "-" else chosen.text
     found = None if chosen.raw else template.load(tokenizer)
     if found is not None:
+        if chosen.echo:
+            raise ValueError("--echo: is for a text that is continued, and this one is answered; give --raw, too")
         return Chat(tokenizer, found, chosen).ids([{"role": "user", "content": text}])
     if chosen.system is not None or chosen.template_set:
         flag = "--template-set" if chosen.system is None else "--system"

@@ -18,10 +18,11 @@ from kdtp.messages import Tokens
 
 class Screen:
     """Progress bars on a terminal's stderr, plain lines elsewhere. To stdout: the tokens, a line per round, or with
-    `as_text` the text and nothing else."""
+    `as_text` the text and nothing else, behind `echo`."""
 
-    def __init__(self, max_tokens: int, quiet: bool, as_text: bool = False) -> None:
+    def __init__(self, max_tokens: int, quiet: bool, as_text: bool = False, echo: str = "") -> None:
         self._quiet = quiet
+        self._echo = echo
         self._as_text = as_text
         self._printed = ""
         self._bars = Progress(
@@ -61,6 +62,7 @@ class Screen:
     def text(self, text: str) -> None:
         """More of the text. The bars make room for it."""
         self._bars.stop()
+        text, self._echo = self._echo + text, ""
         if not self._quiet:
             print(text if not sys.stdout.isatty() else printable(text), end="", flush=True)
             self._printed = text

@@ -253,6 +253,9 @@ def test_a_published_folder_gets_text(published, flags):
     [
         (["x", "--prompt-tokens", "1"], "--prompt-tokens: there is a text too; must be one of them"),
         (["--raw"], "--raw: has no effect without a text"),
+        (["--echo"], "--echo: has no effect without a text"),
+        (["x", "--echo"], "--echo: is for a text that is continued, and this one is answered; give --raw, too"),
+        (["x", "--raw", "--echo", "--json"], "--echo: has no effect with --json"),
         (["--system", "x"], "--system: has no effect without a text"),
         (["--template-set", "a=1"], "--template-set: has no effect without a text"),
         (["x", "--raw", "--system", "y"], "--system: has no effect with --raw"),
