@@ -7,9 +7,10 @@ is its score under the drafter, corrected by what became of nodes like it. Sourc
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median_low
 
 from kdtp.spec.tree import Grown
@@ -18,6 +19,7 @@ BINS = 16  # of scores, half a nat each; the last has all that are lower
 SHORTEST = 1024  # positions; contexts are alike up to here, then by powers of two
 _TRUST = 2.0  # accepted tokens that the drafter's own word counts for
 _FADE = 0.998  # per tree, of what was learned
+_FOLLOWS = 0.3  # how much of a surprise is taken for a change of pace
 _KEPT = 5  # newest times of a kind, whose median counts
 _TRIED = 3  # nodes, at least, of a round that is to show whether drafting pays
 _STALE = 500  # rounds after which a time is forgotten
@@ -89,12 +91,16 @@ def _bin(score: float) -> int:
 class Costs:
     """Seconds of a round by sequences, rows and context: a curve over rows, measured once, and its measured changes.
 
-    curve: rows -> seconds, at least one; padded: the rows that a batch of so many is computed with.
+    curve: rows -> seconds, at least one; padded: the rows that a batch of so many is computed with. What makes all
+    rounds of a while slower, such as another program, is in `pace`: widths are compared as if measured together.
     """
 
-    def __init__(self, curve: dict[int, float], padded: Callable[[int], int]) -> None:
-        self._curve = sorted(curve.items())
+    def __init__(self, curve: Mapping[int, float], padded: Callable[[int], int]) -> None:
+        # Chance only adds time, and fewer rows never need more: what is less further up is the better figure.
+        least = list(itertools.accumulate((curve[rows] for rows in sorted(curve, reverse=True)), min))
+        self._curve = list(zip(sorted(curve), reversed(least), strict=True))
         self.padded = padded
+        self.pace = 1.0
         self._ratios: dict[tuple[int, int, int], deque[tuple[int, float]]] = {}  # (when, measured over curve)
         self._factors: dict[tuple[int, int], deque[float]] = {}
         self._round = 0
@@ -103,19 +109,22 @@ class Costs:
         """A round took so long."""
         self._round += 1
         kind, size = (_power(seqs), _context(context)), self.padded(rows)
-        ratio = seconds / self._base(size)
+        surprise = seconds / self.seconds(seqs, rows, context)
+        self.pace *= min(max(surprise, 0.5), 2.0) ** _FOLLOWS
+        ratio = seconds / (self._base(size) * self.pace)
         self._ratios.setdefault((*kind, size), deque(maxlen=_KEPT)).append((self._round, ratio))
         if kind not in self._factors:
             self._factors[kind] = deque([self._factor(*kind)], maxlen=2 * _KEPT - 1)
         self._factors[kind].append(ratio)
 
     def seconds(self, seqs: int, rows: int, context: int) -> float:
-        """What a round would take."""
+        """What a round would take now."""
         kind, size = (_power(seqs), _context(context)), self.padded(rows)
         common = self._factor(*kind)
         newest = [r for when, r in self._ratios.get((*kind, size), ()) if when > self._round - _STALE]
         # One time that was by chance longer, as the first of a shape may be, does not count alone.
-        return self._base(size) * median_low([common, *newest] if len(newest) < _KEPT else newest)
+        ratio = median_low([common, *newest] if len(newest) < _KEPT else newest)
+        return self._base(size) * ratio * self.pace
 
     def _factor(self, seqs: int, context: int) -> float:
         """Of the nearest kind that was measured."""
@@ -191,12 +200,14 @@ class Policy:
         """
         worth = [self.calibration.worth(t.scores, t.tree.depths, t.tree.parents)[1:] for t in trees]
         known: dict[int, float] = {}
+        least = math.inf
+        for nodes in range(sum(map(len, worth)), -1, -1):
+            size = self.costs.padded(seqs + nodes)
+            if size not in known:  # more rows need no less time: what is measured otherwise is chance
+                known[size] = least = min(least, self.costs.seconds(seqs, size, context))
 
         def seconds(nodes: int) -> float:
-            size = self.costs.padded(seqs + nodes)
-            if size not in known:
-                known[size] = self.costs.seconds(seqs, size, context)
-            return known[size]
+            return known[self.costs.padded(seqs + nodes)]
 
         before, pauses = self._draft_seconds(asked), self._pauses.setdefault(_power(asked), Pauses())
         sizes, rate = allot(worth, seconds, seqs, before)
@@ -211,7 +222,7 @@ class Policy:
 
     def learn_draft(self, seqs: int, seconds: float) -> None:
         """What drafting for so many sequences took."""
-        self._draft.setdefault(_power(seqs), deque(maxlen=_KEPT)).append(seconds)
+        self._draft.setdefault(_power(seqs), deque(maxlen=_KEPT)).append(seconds / self.costs.pace)
 
     def learn_tree(self, grown: Grown, accepted: Collection[int]) -> None:
         """What became of a tree that was verified."""
@@ -219,4 +230,4 @@ class Policy:
 
     def _draft_seconds(self, seqs: int) -> float:
         newest = self._draft.get(_power(seqs))
-        return median_low(newest) if newest else 0.0
+        return median_low(newest) * self.costs.pace if newest else 0.0

@@ -121,19 +121,34 @@ def test_times_between_and_beyond_what_was_measured():
 def test_times_follow_what_is_measured_now():
     costs = Costs({1: 1.0, 9: 3.0}, lambda rows: rows)
     costs.learn(1, 9, 0, 90.0)  # the first of a shape took a capture
-    assert costs.seconds(1, 9, 0) == 3.0
-    for _ in range(5):
+    assert costs.seconds(1, 9, 0) < 4.0
+    for _ in range(12):
         costs.learn(1, 9, 0, 6.0)
-    assert costs.seconds(1, 9, 0) == pytest.approx(6.0)
-    assert costs.seconds(1, 1, 0) == pytest.approx(2.0)  # all is twice as slow, as far as is known
-    assert costs.seconds(1, 9, 5000) == pytest.approx(6.0)
-    for _ in range(5):
+    assert costs.seconds(1, 9, 0) == pytest.approx(6.0, rel=0.05)
+    assert costs.seconds(1, 1, 0) == pytest.approx(2.0, rel=0.05)  # all is twice as slow, as far as is known
+    for _ in range(12):
         costs.learn(1, 9, 5000, 12.0)
-    assert costs.seconds(1, 1, 5000) == pytest.approx(4.0) and costs.seconds(1, 1, 900) == pytest.approx(2.0)
-    assert costs.seconds(1, 1, 40000) == pytest.approx(4.0)  # the nearest that is known
+    assert costs.seconds(1, 1, 5000) == pytest.approx(4.0, rel=0.05)
+    assert costs.seconds(1, 1, 40000) == costs.seconds(1, 1, 5000)  # the nearest that is known
     for _ in range(600):
         costs.learn(1, 1, 0, 1.0)
-    assert costs.seconds(1, 9, 0) == pytest.approx(3.0)  # what was measured long ago is forgotten
+    assert costs.seconds(1, 9, 0) == pytest.approx(3.0, rel=0.05)  # what was measured long ago is forgotten
+
+
+def test_a_slow_while_does_not_make_one_width_dearer_than_another():
+    """Another program runs now and then, by chance mostly when 9 rows are run: they do not look dearer for long."""
+    costs = Costs({1: 1.0, 9: 3.0}, lambda rows: rows)
+    for slow in (1.0, 2.5) * 6:
+        for i in range(16):
+            rows = 9 if (i % 4 > 0) == (slow > 1.0) else 1
+            costs.learn(1, rows, 0, slow * (3.0 if rows == 9 else 1.0))
+    assert 2.0 < costs.seconds(1, 9, 0) / costs.seconds(1, 1, 0) < 4.0
+    assert costs.pace == pytest.approx(2.5, rel=0.2)
+
+
+def test_a_curve_rises_whatever_was_measured():
+    costs = Costs({1: 1.0, 9: 5.0, 17: 3.0, 33: 4.0}, lambda rows: rows)
+    assert [costs.seconds(1, rows, 0) for rows in (1, 9, 17, 33)] == [1.0, 3.0, 3.0, 4.0]
 
 
 def test_pauses_grow_and_end():
