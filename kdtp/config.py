@@ -19,7 +19,6 @@ __all__ = [  # what comes from kdtp.values, and what is made here
     "DRAFTERS",
     "DTYPES",
     "PLACEMENTS",
-    "PLACES",
     "SHAPES",
     "WIDTHS",
     "ConfigError",
@@ -205,7 +204,7 @@ SHAPES = ("tree", "chain", "seeded")
 WIDTHS = ("budget", "auto")
 PLACEMENTS = ("auto", "workers", "coordinator")
 DTYPES = ("float32", "bfloat16")
-DEVICES, PLACES = ("cpu", "cuda"), ("auto", "process", "worker0")  # PLACES: of the coordinator
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -218,9 +217,9 @@ class EngineConfig:
     sequences. graphs: on a GPU, forwards of few rows are replays of CUDA graphs, of the same bits; no effect on a CPU.
     prefix_cache: requests whose texts begin alike share the pages of what is alike; no text changes. max_queue,
     max_queue_tokens: requests and their tokens waiting before new ones are refused; at least 1, as each waits for the
-    next step; one alone may be longer. coordinator: in a "process" of its own, with "worker0", or "auto": with worker 0
-    if that is the only one. Seconds: step_timeout, the least deadline of a forward (10 x its moving average if longer);
-    load_timeout; stall_timeout of a load without progress; ping_interval between signs of life of an idle engine.
+    next step; one alone may be longer. Seconds: step_timeout, the least deadline of a forward (10 x its moving average
+    if longer); load_timeout; stall_timeout of a load without progress; ping_interval between signs of life of an idle
+    engine.
     """
 
     model: str
@@ -236,7 +235,6 @@ class EngineConfig:
     prefix_cache: bool = True
     max_queue: Annotated[int, Range(1, 1 << 20)] = 256
     max_queue_tokens: Annotated[int, Range(1, 1 << 40)] = 1 << 22
-    coordinator: str = "auto"
     step_timeout: Seconds = 10.0
     load_timeout: Seconds = 600.0
     stall_timeout: Seconds = 60.0
@@ -244,7 +242,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         want(bool(self.model) and "\0" not in self.model, "model", self.model, "a path")
-        for key, legal in (("device", DEVICES), ("dtype", DTYPES), ("coordinator", PLACES)):
+        for key, legal in (("device", DEVICES), ("dtype", DTYPES)):
             want(getattr(self, key) in legal, key, getattr(self, key), f"one of {', '.join(legal)}")
         check_ranges(self)
 

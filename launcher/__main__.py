@@ -23,15 +23,12 @@ def main() -> int:
     )
     parser.add_argument("--nproc", type=int, required=True, help="number of ranks on this machine")
     parser.add_argument("--lead", required=True, help="the lead's arguments, as one string")
-    parser.add_argument("--lead-is-rank-0", action="store_true", help="the lead takes the place of the first rank")
     parser.add_argument("ranks", nargs="+", help="the ranks' arguments, after --")
     chosen = parser.parse_args()
     if not 0 <= chosen.nproc <= 1024:
         parser.error(f"--nproc {chosen.nproc}: must be 0..1024")
-    if chosen.lead_is_rank_0 and not chosen.nproc:
-        parser.error("--lead-is-rank-0: needs --nproc of at least 1")
     with tempfile.TemporaryDirectory(prefix="launcher-") as scratch:
-        group = Group(shlex.split(chosen.lead), chosen.ranks, chosen.nproc, scratch, _say, chosen.lead_is_rank_0)
+        group = Group(shlex.split(chosen.lead), chosen.ranks, chosen.nproc, scratch, _say)
         group.start()
         return group.run()
 

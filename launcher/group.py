@@ -45,26 +45,17 @@ class Group:
     """`start` spawns, `run` watches until all have ended and returns the exit code of the whole.
 
     lead, ranks: arguments after the Python interpreter; size: number of ranks, 0 for none; scratch: a folder for
-    elastic's error files; say: gets one line for each thing that happens; leads_ranks: the lead is rank 0 too, and gets
-    its environment.
+    elastic's error files; say: gets one line for each thing that happens.
     """
 
     def __init__(
-        self,
-        lead: Sequence[str],
-        ranks: Sequence[str],
-        size: int,
-        scratch: str,
-        say: Callable[[str], None],
-        leads_ranks: bool = False,
+        self, lead: Sequence[str], ranks: Sequence[str], size: int, scratch: str, say: Callable[[str], None]
     ) -> None:
-        assert size or not leads_ranks, "a lead that is rank 0 of none"
         self._lead_args = tuple(lead)
         self._rank_args = tuple(ranks)
         self._size = size
         self._scratch = scratch
         self._say = say
-        self._first = int(leads_ranks)  # rank that is a process of its own
         self._contexts: list[PContext] = []
         self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
@@ -77,10 +68,9 @@ class Group:
         os.makedirs(self._scratch, exist_ok=True)
         self._listen()
         self._store, port = _loopback_store(self._size)
-        self._spawn("lead", self._lead_args, {LEAD: _environment(0, self._size, port) if self._first else {}})
-        others = {rank: _environment(rank, self._size, port) for rank in range(self._first, self._size)}
-        if others:
-            self._spawn("rank", self._rank_args, others)
+        self._spawn("lead", self._lead_args, {LEAD: {}})
+        if self._size:
+            self._spawn("rank", self._rank_args, {i: _environment(i, self._size, port) for i in range(self._size)})
 
     def _listen(self) -> None:
         """Signals are noted and wake the selector. Elastic would install handlers that raise: it gets SIGQUIT alone."""
@@ -158,7 +148,7 @@ class Group:
         os.close(pidfd)
         context = self._contexts[0] if rank == LEAD else self._contexts[1]
         assert isinstance(context, SubprocessContext)
-        code = context.subprocess_handlers[0 if rank == LEAD else rank - self._first].proc.wait()
+        code = context.subprocess_handlers[max(rank, 0)].proc.wait()
         self._ends.append(End(rank, pid, code))
 
     def _spawn(self, name: str, args: tuple[str, ...], envs: dict[int, dict[str, str]]) -> None:
@@ -181,8 +171,9 @@ class Group:
     def _kill(self) -> None:
         self._signal_all(sorted(self._pids), signal.SIGKILL)
         self._wait(2.0, lambda: not self._pids)
-        if self._pids:
+        if self._pids:  # stuck in a driver: nobody can end them, and close() would wait for them for ever
             self._say(f"still there after SIGKILL: {self._pids}")
+            return
         for context in self._contexts:
             context.close(signal.SIGKILL, 1)
 

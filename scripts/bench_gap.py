@@ -1,11 +1,11 @@
 """How long GPUs wait for the host between two rounds: from the ids of one to the first kernel of the next.
 
     python scripts/bench_gap.py [--model FILE.kdtr] [--tokens N]
-    python scripts/bench_gap.py --tp N [--coordinator process|worker0] ...
+    python scripts/bench_gap.py --tp N ...
 
-CUDA graphs; one rank in the coordinator's process, or N with the coordinator in a process of its own and then in that
-of worker 0. The golden models are small, so the gap is nearly all of a round; it is the host's work and does not grow
-with the model. Microseconds, by the GPU's own clock (torch.profiler):
+CUDA graphs; one rank in the coordinator's process, or N beside it. The golden models are small, so the gap is nearly
+all of a round; it is the host's work and does not grow with the model. Microseconds, by the GPU's own clock
+(torch.profiler):
 
     gap      from the end of the copy of the chosen ids, on the last rank to have them, to the start of the next kernel
              on the first rank to run one
@@ -43,8 +43,7 @@ from scripts.ranks import NO_MULTICAST  # noqa: E402
 
 WAYS = {"plain decoding": DrafterConfig("none"), "n-gram, 16 nodes": DrafterConfig("ngram", budget=16)}
 MODEL = ROOT / "tests" / "refs" / "model_tiny.kdtr"
-PLACES = ("process", "worker0")
-HEADER = ("drafter", "coordinator", "rounds", "gap", "kernels", "taken", "launched", "round")
+HEADER = ("drafter", "ranks", "rounds", "gap", "kernels", "taken", "launched", "round")
 Step = tuple[int, int, int, int]  # number; nanoseconds: taken, launched, ids
 Figures = dict[str, list[float]]
 
@@ -96,15 +95,14 @@ def several(config: EngineConfig, tokens: int) -> Figures:
     folder = rundir.create()
     with tempfile.TemporaryDirectory() as notes:
         lead = f"scripts/gap_lead.py {notes} {folder} '{json.dumps(config.mapping())}' {tokens}"
-        hosted = ["--lead-is-rank-0"] if config.coordinator == "worker0" else []
-        command = [sys.executable, "-m", "launcher", "--nproc", str(config.tp), *hosted, "--lead", lead, "--"]
+        command = [sys.executable, "-m", "launcher", "--nproc", str(config.tp), "--lead", lead, "--"]
         command += ["scripts/gap_rank.py", notes, "--run-dir", str(folder), "--log-level", "warning"]
         try:
             code = subprocess.run(command, cwd=ROOT, timeout=180, env=os.environ | NO_MULTICAST).returncode
         finally:
             rundir.remove(folder)
         if code:
-            raise RuntimeError(f"{config.tp} ranks, coordinator {config.coordinator}: ended with code {code}")
+            raise RuntimeError(f"{config.tp} ranks: ended with code {code}")
         left: list[dict[str, Any]] = [_read(Path(notes) / f"rank-{rank}.json") for rank in range(config.tp)]
         first, last = _read(Path(notes) / "steps.json")
     found = by_host([each["steps"] for each in left], first, last)
@@ -120,10 +118,10 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def row(name: str, place: str, found: Figures) -> list[object]:
+def row(name: str, ranks: int, found: Figures) -> list[object]:
     """A line of the table."""
     cells = [figure(spread(found[key])) if found.get(key) else "-" for key in HEADER[3:]]
-    return [name, place, len(next(iter(found.values()))), *cells]
+    return [name, ranks, len(next(iter(found.values()))), *cells]
 
 
 def main() -> int:
@@ -131,25 +129,23 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=MODEL, help="a KDTR file")
     parser.add_argument("--tokens", type=int, default=200, help="to generate")
     parser.add_argument("--tp", type=int, default=1, help="ranks, a GPU each")
-    parser.add_argument("--coordinator", choices=PLACES, action="append", help="with --tp 2 or more; default: both")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it works")
     chosen = parser.parse_args()
-    if chosen.tp == 1 and (chosen.coordinator or chosen.device == "cpu"):
-        parser.error("--coordinator, --device: only with --tp 2 or more")
+    if chosen.tp == 1 and chosen.device == "cpu":
+        parser.error("--device cpu: only with --tp 2 or more")
     if chosen.device == "cuda" and (lack := missing()):
         print(f"bench_gap: {lack}", file=sys.stderr)
         return 1
     rows = []
     for name, drafter in WAYS.items():
         if chosen.tp == 1:
-            rows.append(row(name, "same process", measure([timeline(chosen.model, drafter, chosen.tokens)])))
-        for place in (chosen.coordinator or PLACES) if chosen.tp > 1 else ():
-            config = EngineConfig(
-                str(chosen.model.absolute()), chosen.tp, chosen.device, "bfloat16", drafter=drafter,
-                coordinator=place, step_timeout=60.0,
-            )  # fmt: skip
-            rows.append(row(name, place, several(config, chosen.tokens)))
-            print(*rows[-1], file=sys.stderr, flush=True)
+            found = measure([timeline(chosen.model, drafter, chosen.tokens)])
+        else:
+            model = str(chosen.model.absolute())
+            config = EngineConfig(model, chosen.tp, chosen.device, "bfloat16", drafter=drafter, step_timeout=60.0)
+            found = several(config, chosen.tokens)
+        rows.append(row(name, chosen.tp, found))
+        print(*rows[-1], file=sys.stderr, flush=True)
     print(heading(about()) if torch.cuda.is_available() else "no GPU: only to see that it works")
     print(table(HEADER, rows))
     return 0

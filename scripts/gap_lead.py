@@ -19,10 +19,10 @@ import zmq  # noqa: E402
 
 from kdtp.config import EngineConfig, build  # noqa: E402
 from kdtp.engine import guard  # noqa: E402
-from kdtp.engine.assemble import assemble, start_worker  # noqa: E402
+from kdtp.engine.assemble import assemble  # noqa: E402
 from kdtp.engine.coordinator import Coordinator  # noqa: E402
 from kdtp.engine.link import ZmqLink  # noqa: E402
-from kdtp.engine.plan import hosts_worker, plan  # noqa: E402
+from kdtp.engine.plan import plan  # noqa: E402
 from kdtp.engine.request import Request  # noqa: E402
 from kdtp.types import SamplingParams  # noqa: E402
 from scripts import gap_rank  # noqa: E402
@@ -47,9 +47,6 @@ def main() -> int:
     checked = plan(build(EngineConfig, config, "bench_gap"))
     tp = checked.config.tp
     links = [ZmqLink(zmq.Context.instance(), folder, rank) for rank in range(tp)]
-    if hosts_worker(checked.config):
-        gap_rank.take_place(notes)
-        start_worker(folder, tp)
     coordinator, handshake = assemble(checked, links)
     while not handshake.advance(0.5):
         pass

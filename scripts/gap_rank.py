@@ -90,15 +90,10 @@ def all_left(folder: Path, size: int) -> bool:
     return all((folder / f"rank-{rank}.json").exists() for rank in range(size))
 
 
-def take_place(folder: Path) -> None:
-    """From now on a Worker of this process is a timed one."""
-    TimedWorker.folder = folder
-    worker.Worker = TimedWorker  # type: ignore[misc]
-    worker.Shard = TimedShard  # type: ignore[misc]
-
-
 if __name__ == "__main__":
     guard.end_with_parent(os.getppid())
     guard.dump_stacks_on_signal()
-    take_place(Path(sys.argv[1]))
+    TimedWorker.folder = Path(sys.argv[1])
+    worker.Worker = TimedWorker  # type: ignore[misc]
+    worker.Shard = TimedShard  # type: ignore[misc]
     guard.leave(worker.main(sys.argv[2:]))

@@ -12,7 +12,7 @@ from pathlib import Path
 from kdtp import log
 from kdtp.cli.flags import add_engine_flags, engine_config
 from kdtp.engine import guard, rundir
-from kdtp.engine.plan import hosts_worker, is_alone, plan
+from kdtp.engine.plan import plan
 from kdtp.log import logger
 
 
@@ -51,10 +51,8 @@ def run(chosen: argparse.Namespace) -> int:
         return ("-m", "kdtp.engine.start", str(os.getpid()), role, *place, *arguments)
 
     lead = command("host", "--config", json.dumps(config.mapping()))
-    size = 0 if is_alone(config) else config.tp
-    scratch = str(folder / rundir.SCRATCH)
-    leads_ranks = size > 0 and hosts_worker(config)
-    group = Group(lead, command("worker"), size, scratch, logger.warning, leads_ranks)
+    size = config.tp if config.tp > 1 else 0  # one rank lives in the coordinator
+    group = Group(lead, command("worker"), size, str(folder / rundir.SCRATCH), logger.warning)
     group.start()
     print(f"rpc {rundir.endpoint(folder, 'rpc')}", flush=True)
     code = group.run()

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from kdtp.config import DEVICES, DRAFTERS, DTYPES, PLACES, ConfigError, DrafterConfig, EngineConfig, build
+from kdtp.config import DEVICES, DRAFTERS, DTYPES, ConfigError, DrafterConfig, EngineConfig, build
 from kdtp.types import Grammar, SamplingParams
 
 _ENGINE = {
@@ -26,7 +26,6 @@ _ENGINE = {
     "prefix_cache": "requests whose texts begin alike share KV pages",
     "max_queue": "requests that may wait (at least 1: each waits for the next step)",
     "max_queue_tokens": "tokens of requests that may wait, unless it is one alone",
-    "coordinator": f"where it lives, one of {', '.join(PLACES)} (auto: with worker 0 if that is the only one)",
     "step_timeout": "seconds a forward may take before the engine counts as hung",
     "load_timeout": "seconds loading may take",
     "stall_timeout": "seconds loading may stand still",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.engine.backends import Backend, Closed, Group, InProcess, OnProgress
-from kdtp.engine.plan import Plan, is_alone, plan
+from kdtp.engine.plan import Plan, plan
 from kdtp.engine.rpc import EngineBusy, EngineDead, Reply
 from kdtp.messages import Failed, Finished, FromEngine, Refused, Scored, Terminal, Tokens, Usage
 from kdtp.types import Logprob, SamplingParams
@@ -69,7 +69,7 @@ class Engine:
         self.plan: Plan = plan(config)
         self.config = self.plan.config
         tell = on_progress or (lambda done, total: None)
-        self._backend: Backend = InProcess(self.plan, tell) if is_alone(config) else Group(self.plan, tell)
+        self._backend: Backend = InProcess(self.plan, tell) if config.tp == 1 else Group(self.plan, tell)
 
     def generate(
         self,

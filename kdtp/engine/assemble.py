@@ -6,10 +6,8 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from kdtp import draft
-from kdtp.engine import worker
 from kdtp.engine.coordinator import Coordinator
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
@@ -38,14 +36,6 @@ def local_link(on_progress: Callable[[int, int], None] = lambda done, total: Non
     link.handle = alone.handle
     alone.hello()
     return link
-
-
-def start_worker(folder: Path, size: int) -> None:
-    """Worker 0 of several in a thread of this process, reached as any other: a step that hangs holds up nobody here.
-
-    It finds its peers by MASTER_ADDR and MASTER_PORT.
-    """
-    threading.Thread(target=lambda: worker.run(folder, 0, size), name="worker 0", daemon=True).start()
 
 
 def assemble(plan: Plan, links: Sequence[Link], serves: bool = False) -> tuple[Coordinator, Handshake]:

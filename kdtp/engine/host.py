@@ -17,10 +17,10 @@ import zmq
 from kdtp import log
 from kdtp.config import EngineConfig, build
 from kdtp.engine import guard, rundir
-from kdtp.engine.assemble import assemble, local_link, start_worker
+from kdtp.engine.assemble import assemble, local_link
 from kdtp.engine.link import EngineFault, Link, ZmqLink
 from kdtp.engine.outcome import Event
-from kdtp.engine.plan import Plan, hosts_worker, is_alone, plan
+from kdtp.engine.plan import Plan, plan
 from kdtp.engine.progress import LoadLine
 from kdtp.engine.request import Request
 from kdtp.engine.rpc import Server
@@ -58,12 +58,10 @@ class Host:
         self._line = LoadLine()
         links: list[Link]
         config = plan.config
-        if is_alone(config):
+        if config.tp == 1:
             links = [local_link(self._while_loading)]
         else:
             links = [ZmqLink(self._context, folder, rank) for rank in range(config.tp)]
-            if hosts_worker(config):
-                start_worker(folder, config.tp)
         self._coordinator, self._handshake = assemble(plan, links, serves=True)
         self._fleet = self._coordinator.fleet
         self._fleet.on_long = self._tell_patience

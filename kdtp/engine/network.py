@@ -18,7 +18,6 @@ from kdtp.drafting import Root, Rows
 from kdtp.engine import features
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.link import EngineFault
-from kdtp.engine.plan import is_alone
 from kdtp.model.comm import Solo
 from kdtp.model.weights.load import Weights, open_model
 from kdtp.proposals import Conditionals, Marginals
@@ -69,7 +68,7 @@ class OnCoordinator:
         config, drafter = self._config, self._config.drafter
         folder = Path(drafter.model)
         self._settings = configs.read(folder, drafter.amplitude or None, drafter.window)
-        if not is_alone(config):  # then the rank in this process has set them
+        if config.tp > 1:  # then the rank in this process has set them
             many = config.threads or (os.cpu_count() or 1 if self._settings.hidden_size >= WIDE else 1)
             torch.set_num_threads(min(MOST_THREADS, many))
         with open_model(config.model) as source:

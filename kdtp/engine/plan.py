@@ -80,16 +80,6 @@ def plan(config: EngineConfig) -> Plan:
     return Plan(resolved, model.config, model.golden, model.notes)
 
 
-def hosts_worker(config: EngineConfig) -> bool:
-    """Whether worker 0 lives in the coordinator's process."""
-    return config.coordinator == "worker0" or (config.coordinator == "auto" and config.tp == 1)
-
-
-def is_alone(config: EngineConfig) -> bool:
-    """Whether one process is the whole engine."""
-    return config.tp == 1 and hosts_worker(config)
-
-
 def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     """The settings of a network with its block's size, once it is known to fit the model."""
     chosen, path = config.drafter, pair.drafter(config.drafter.model)

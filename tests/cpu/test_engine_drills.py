@@ -209,6 +209,7 @@ def test_told_to_end_while_starting(tmp_path, number, after):
 
 def test_client_asks_for_the_end(tmp_path):
     with Running(tmp_path) as engine:
+        assert len(engine.family()) == 4  # launcher, coordinator, two ranks
         engine.client.shutdown()
         assert engine.end(5.0) == 0
         check_gone(engine)
