@@ -6,8 +6,11 @@
     gather      NCCL's all_gather and a sum in rank order;  nccl: NCCL's all_reduce, in an order of its own
 
 Each is a CUDA graph; they take turns in a run. Milliseconds of a step, medians, of the rank that takes longest; share:
-of the engine's step, what it takes longer than `none`; us each: that by sum. alike: whether all but nccl give the same
-bits, on all ranks.
+of the engine's step, what it takes longer than `none`; us each: that by sum.
+
+alike: whether all but nccl give the same bits: on each rank in tokens, logits and residual stream, and on all ranks in
+the residual stream, which is all that they share here: each has weights of its own, also of norms and of the head. If
+not, who differs. nccl=: whether nccl gives them too; it may, since two numbers have one sum.
 """
 
 from __future__ import annotations
@@ -34,18 +37,35 @@ if TYPE_CHECKING:
 
 TURNS, REPLAYS = 8, 5
 CONTEXT = 1024
-HEADER = ("M", "none", "engine", "share", "us each", "push+norm", "push, norm", "gather", "nccl", "alike")
+HEADER = ("M", "none", "engine", "share", "us each", "push+norm", "push, norm", "gather", "nccl", "alike", "nccl=")
 WAYS = ("none", "engine", "push+norm", "push, norm", "gather", "nccl")
+RANKS = "ranks"  # among those who differ
+Result = tuple[torch.Tensor, ...]  # of a step: logits, tokens, residual stream
 
 
-class Fused(Sums):
+class Kept(Sums):
+    """residual: of the last step; what it adds, it adds in place."""
+
+    residual: torch.Tensor
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """Summed."""
+        self.residual = self.total(x)
+        return self.residual
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over the ranks."""
+        raise NotImplementedError
+
+
+class Fused(Kept):
     """The norm goes with the sum where the Comm can."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
-    def first(self, x: torch.Tensor) -> torch.Tensor:
-        """Summed."""
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """As Kept."""
         return self._comm.all_reduce(x)
 
     def add(self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -58,21 +78,20 @@ class Separate(Fused):
 
     def add(self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """As Sums, of the sum."""
-        return super(Fused, self).add(self._comm.all_reduce(delta), residual, weight)
+        return Sums.add(self, self.total(delta), residual, weight)
 
 
-class Ring(Sums):
+class Ring(Kept):
     """NCCL's own all_reduce."""
 
-    def first(self, x: torch.Tensor) -> torch.Tensor:
-        """Summed in place."""
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """In place."""
         dist.all_reduce(x)
         return x
 
     def add(self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """As Sums, of the sum."""
-        dist.all_reduce(delta)
-        return super().add(delta, residual, weight)
+        return super().add(self.total(delta), residual, weight)
 
 
 class Bench:
@@ -99,7 +118,7 @@ class Bench:
         """Milliseconds of a step by each way, and whether they agree."""
         choices = self.routing.choices(self.tensors, rows, self.layers)
         graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        results: dict[str, Choice] = {}
+        results: dict[str, Result] = {}
         for name, sums in self.ways().items():
             captured, error = everywhere(self.joined.base, lambda sums=sums: self._capture(rows, choices, sums))  # type: ignore[misc]
             if captured is None:
@@ -111,24 +130,33 @@ class Bench:
             for name, graph in graphs.items():
                 samples[name] += replays(graph, REPLAYS)
         medians = slowest(self.joined.base, [spread(each)["median"] / 1e3 for each in samples.values()])
-        same = [results[name] for name in graphs if name not in ("none", "nccl")]
-        return {"rows": rows, "ms": dict(zip(graphs, medians, strict=True)), "alike": self._alike(same)}
+        results.pop("none", None)
+        differ = unlike(self.joined.base, results)
+        return {"rows": rows, "ms": dict(zip(graphs, medians, strict=True)), "unlike": differ}
 
-    def _capture(self, rows: int, choices: list[Choice | None], sums: Sums) -> tuple[torch.cuda.CUDAGraph, Choice]:
+    def _capture(self, rows: int, choices: list[Choice | None], sums: Sums) -> tuple[torch.cuda.CUDAGraph, Result]:
         batch = self._batches[rows]
         self._rank.step(batch, choices, run, sums)  # loads kernels, connects ranks
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = self._rank.step(batch, choices, run, sums)
-        return graph, result
+        return graph, (*result, sums.residual) if isinstance(sums, Kept) else result
 
-    def _alike(self, results: list[Choice]) -> bool:
-        """Bit for bit; never if there is NaN."""
-        values, ids = results[0]
-        own = all(torch.equal(values, a) and torch.equal(ids, b) for a, b in results[1:])
-        every = self.joined.base.all_gather(values)
-        return own and bool((every == every[0]).all()) and slowest(self.joined.base, [not own]) == [0.0]
+
+def unlike(base: Comm, results: Mapping[str, Result]) -> list[str]:
+    """The ways that do not give the first one's bits, on any rank, and RANKS if its residual differs among the ranks.
+
+    NaN is never alike. A collective call, of the same ways on all ranks.
+    """
+    if not results:
+        return []
+    first = next(iter(results.values()))
+    residuals = base.all_gather(first[-1])
+    differ = [not all(map(torch.equal, first, each)) for each in results.values()]
+    differ.append(not bool((residuals == residuals[0]).all()))
+    anywhere = base.all_gather(torch.tensor(differ, dtype=torch.int32, device=residuals.device)).amax(0)
+    return [name for name, bad in zip((*results, RANKS), anywhere.tolist(), strict=True) if bad]
 
 
 def run_rank(scope: Scope, layers: int, routing: Routing, as_json: bool) -> int:
@@ -168,4 +196,6 @@ def _row(point: Mapping[str, Any], sums: int) -> list[object]:
         extra = ms["engine"] - ms["none"]
         share, each = f"{extra / ms['engine']:.1%}", f"{1e3 * extra / sums:.1f}"
     before, after = [cells[name] for name in WAYS[:2]], [cells[name] for name in WAYS[2:]]
-    return [point["rows"], *before, share, each, *after, "yes" if point["alike"] else "NO"]
+    others = ", ".join(name for name in point["unlike"] if name != "nccl")
+    ring = "-" if "nccl" not in ms else "no" if "nccl" in point["unlike"] else "yes"
+    return [point["rows"], *before, share, each, *after, f"NO: {others}" if others else "yes", ring]

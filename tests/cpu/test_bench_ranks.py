@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -54,6 +55,31 @@ def test_a_step_has_two_sums_a_layer_and_one_of_the_embedding() -> None:
         assert ops[0] == ops[1] == [op for op, _ in paper.calls]
 
 
+class Other(Comm):
+    """The first of two ranks; the other one gathers the same, `beside` what differs."""
+
+    rank, size = 0, 2
+
+    def __init__(self, beside: float = 0.0) -> None:
+        self._beside = beside
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, x + self._beside if x.dtype == torch.bfloat16 else x])
+
+
+def test_who_differs_is_named() -> None:
+    values, ids, residual = torch.randn(2), torch.arange(2), torch.randn(2, 8).to(torch.bfloat16)
+    found = {name: (values.clone(), ids.clone(), residual.clone()) for name in ("engine", "gather", "nccl")}
+    assert rank_tp.unlike(Other(), found) == []
+    assert rank_tp.unlike(Other(1.0), found) == ["ranks"]
+    found["nccl"][2][1, 3] += 1
+    found["gather"][0][1] += 1
+    assert rank_tp.unlike(Other(), found) == ["gather", "nccl"]
+    found["engine"][0][0] = float("nan")
+    assert rank_tp.unlike(Other(), found) == ["engine", "gather", "nccl"]
+    assert rank_tp.unlike(Other(), {}) == []
+
+
 def test_what_counts_as_a_sum() -> None:
     x = torch.randn(2, 64).to(torch.bfloat16)
     near = (x.float() * (1 + 2**-8)).to(torch.bfloat16)
@@ -79,9 +105,12 @@ def test_tables() -> None:
     assert "no 1-shot, M = 1: Oops: no" in text and "wrong: push 0/20" in text and "up to 512 KiB" in text
     ms = {"none": 4.0, "engine": 5.0, "gather": 6.0}
     result = {"machine": MACHINE, "ranks": 2, "layers": 61, "routing": "uniform", "most": 0, "missing": {}}
-    text = rank_tp.show(result | {"points": [{"rows": 8, "ms": ms, "alike": True}]})
-    wanted = ["8", "4.000", "5.000", "20.0%", "8.1", "-", "-", "6.000", "-", "yes"]
-    assert text.splitlines()[-1].split() == wanted
+    points = [{"rows": 8, "ms": ms, "unlike": []}]
+    points.append({"rows": 16, "ms": ms | {"nccl": 7.0}, "unlike": ["gather", "nccl", rank_tp.RANKS]})
+    text = rank_tp.show(result | {"points": points})
+    figures = ["4.000", "5.000", "20.0%", "8.1", "-", "-", "6.000"]
+    wanted = [["8", *figures, "-", "yes", "-"], ["16", *figures, "7.000", "NO: gather, ranks", "no"]]
+    assert [re.split(r" {2,}", line.strip()) for line in text.splitlines()[-2:]] == wanted
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
