@@ -128,6 +128,9 @@ class Harness:
         self.fleet.close()
         if self.launcher is not None:
             self.launcher.send_signal(signal.SIGTERM)
-            self.launcher.wait(10)
+            try:
+                self.launcher.wait(10)
+            finally:
+                self.launcher.kill()  # with whom its ranks end
         self.context.destroy(0)
         rundir.remove(self.folder)

@@ -4,8 +4,6 @@ process and no GPU memory is left, a service comes back by itself. And ranks tha
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,12 +12,12 @@ import pytest
 
 from kdtp.messages import Failed, Finished
 from kdtp.types import SamplingParams
-from tests import parted
+from tests import apart, parted
 from tests.multi.conftest import DEVICE, need_legal
 from tests.paths import TINY
 from tests.processes import Running, collect, until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.apart(90)]
 LONG = SamplingParams(max_tokens=490, ignore_eos=True)
 MANY = 64  # requests: seconds of work for any GPU
 EXIT_FAULT = 70
@@ -29,24 +27,15 @@ USED = """
 import torch
 print(*(total - free for free, total in (torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count()))))
 """
-WAYS = [  # of the sums, of the coordinator, and what becomes of the last rank
-    ("push", "process", "killed"),
-    ("base", "process", "killed"),
-    ("base", "worker0", "killed"),
-    ("push", "worker0", "stopped"),
-    ("base", "process", "stopped"),
-]
 
 
 def used() -> list[int]:
     """Bytes that are taken on each GPU, as a new process sees it."""
-    done = subprocess.run([sys.executable, "-c", USED], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return [int(word) for word in done.stdout.split()]
+    return [int(word) for word in apart.ask(USED, 30).split()]
 
 
 @pytest.fixture(scope="module")
-def before() -> list[int]:
+def before(gpus: int) -> list[int]:
     """Bytes that others take."""
     return used()
 
@@ -85,35 +74,6 @@ def check_end(engine: Running, requests: list[int], words: tuple[str, ...]) -> f
     return took
 
 
-@pytest.mark.parametrize(("way", "place", "how"), WAYS)
-def test_a_rank_is_killed_or_stopped(
-    gpus: int, before: list[int], way: str, place: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    need_legal(TINY, gpus)
-    stop = how == "stopped"
-    flags = ("--device", DEVICE, "--coordinator", place, "--step-timeout", STEP_TIMEOUT)
-    with Running(tmp_path, *flags, tp=gpus, program=("-m", "tests.odd_engine", way)) as engine:
-        victim = psutil.Process(engine.status().worker_pids[-1])
-        requests = under_way(engine)
-        victim.suspend() if stop else victim.kill()
-        name = f"rank {gpus - 1} (pid {victim.pid}"
-        took = check_end(engine, requests, (name, "T (stopped)") if stop else (f"{name}) ended",))
-        with capsys.disabled():
-            print(f"\n{gpus} GPUs, {way}, {place}: {how}, all clients told after {took:.2f} s")
-        assert took < (STEP_TIMEOUT + 3 if stop else 2.0)
-    wait_for_memory(before)
-
-
-def test_the_launcher_is_killed(gpus: int, before: list[int], tmp_path: Path) -> None:
-    need_legal(TINY, gpus)
-    with Running(tmp_path, "--device", DEVICE, tp=gpus, program=("-m", "tests.odd_engine", "base")) as engine:
-        under_way(engine)
-        engine.family()
-        engine.launcher.kill()
-        until(lambda: not engine.left(), 10, f"no process left of {engine.seen}")
-    wait_for_memory(before)
-
-
 @pytest.mark.parametrize("way", ["push", "base"])
 @pytest.mark.parametrize("error", ["skip", "narrow", "turned"])
 def test_ranks_that_part(gpus: int, way: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,13 +84,6 @@ def test_ranks_that_part(gpus: int, way: str, error: str, capsys: pytest.Capture
         print(f"\n{gpus} GPUs, {way}, {error}: {text[:150]} ({time.monotonic() - began:.1f} s with loading)")
     if error == "turned":
         assert "other collectives" in text or "was in all-reduce" in text
-
-
-def test_nobody_listens_to_other_machines(gpus: int, tmp_path: Path) -> None:
-    need_legal(TINY, gpus)
-    with Running(tmp_path, "--device", DEVICE, tp=gpus, program=("-m", "tests.odd_engine", "base")) as engine:
-        found = [c for p in engine.family() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-        assert {c.laddr.ip for c in found} <= {"127.0.0.1"}, found
 
 
 def test_a_service_comes_back(gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,3 +102,40 @@ def test_a_service_comes_back(gpus: int, tmp_path: Path, capsys: pytest.CaptureF
         with capsys.disabled():
             print(f"\n{gpus} GPUs: the service is back after {time.monotonic() - began:.1f} s")
         assert service.post("/v1/completions", **ask)["choices"] == alone
+
+
+def test_nobody_listens_to_other_machines(gpus: int, tmp_path: Path) -> None:
+    need_legal(TINY, gpus)
+    with Running(tmp_path, "--device", DEVICE, tp=gpus, program=("-m", "tests.odd_engine", "base")) as engine:
+        found = [c for p in engine.family() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert {c.laddr.ip for c in found} <= {"127.0.0.1"}, found
+
+
+@pytest.mark.parametrize("way", ["push", "base"])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_rank_is_killed_or_stopped(
+    gpus: int, before: list[int], way: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_legal(TINY, gpus)
+    stop = how == "stopped"
+    flags = ("--device", DEVICE, "--step-timeout", STEP_TIMEOUT)
+    with Running(tmp_path, *flags, tp=gpus, program=("-m", "tests.odd_engine", way)) as engine:
+        victim = psutil.Process(engine.status().worker_pids[-1])
+        requests = under_way(engine)
+        victim.suspend() if stop else victim.kill()
+        name = f"rank {gpus - 1} (pid {victim.pid}"
+        took = check_end(engine, requests, (name, "T (stopped)") if stop else (f"{name}) ended",))
+        with capsys.disabled():
+            print(f"\n{gpus} GPUs, {way}: {how}, all clients told after {took:.2f} s")
+        assert took < (STEP_TIMEOUT + 3 if stop else 2.0)
+    wait_for_memory(before)
+
+
+def test_the_launcher_is_killed(gpus: int, before: list[int], tmp_path: Path) -> None:
+    need_legal(TINY, gpus)
+    with Running(tmp_path, "--device", DEVICE, tp=gpus, program=("-m", "tests.odd_engine", "base")) as engine:
+        under_way(engine)
+        engine.family()
+        engine.launcher.kill()
+        until(lambda: not engine.left(), 10, f"no process left of {engine.seen}")
+    wait_for_memory(before)
