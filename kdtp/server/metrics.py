@@ -14,6 +14,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _PER_ROUND = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)
 _COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+_DROPPED = ("malformed", "stranger", "stale", "malformed_rpc", "unreachable_client")
 STATES = ("loading", "ready", "restarting", "draining", "dead")
 KIND = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -149,6 +150,8 @@ def _gauges(status: Status | None, state: str, ratio: float) -> Iterator[str]:
         ("spec_decode_num_rounds_not_drafted", "rounds_not_drafted"),
     ):
         yield from _family(f"{name}_total", "counter", {"": counters.get(key, 0)})
+    dropped = {reason: counters[reason] for reason in _DROPPED if reason in counters}
+    yield from _family("dropped_frames_total", "counter", _labelled("reason", dropped))
     seconds = {stage: round(ms / 1e3, 6) for stage, ms in status.stage_ms.items()}
     yield from _family("step_stage_seconds_total", "counter", _labelled("stage", seconds))
     yield from _family(

@@ -18,9 +18,11 @@ from kdtp.server.errors import invalid, of_terminal
 from kdtp.server.forms import ChatForm
 from kdtp.server.journal import Job
 from kdtp.server.session import Session
+from kdtp.server.watcher import Watcher
 from kdtp.text.calls import DEEPSEEK_V31, AnswerParser
 from kdtp.text.tokenizer import load
 from kdtp.types import Logprob, SamplingParams
+from kdtp.watch import Round
 from tests.paths import REFS
 
 TOKENIZER = load(REFS / "tiny_text")
@@ -34,6 +36,7 @@ class FakeClient:
     def __init__(self) -> None:
         self.submitted: list[tuple[int, list[int]]] = []
         self.cancelled: list[int] = []
+        self.watched: list[tuple[int, int]] = []
         self.waiting: list[tuple[int, object, None]] = []
 
     def submit(self, prompt, params, speculate, budget, priority, salt, given) -> int:
@@ -45,6 +48,9 @@ class FakeClient:
 
     def forget(self, label: int) -> None:
         pass
+
+    def watch(self, label: int, rounds: int) -> None:
+        self.watched.append((label, rounds))
 
     def poll(self, labels, seconds):
         got = [event for event in self.waiting if event[0] in labels]
@@ -235,3 +241,40 @@ def test_tool_calls_whole_and_streamed_however_tokens_are_grouped(cuts):
             arguments[call.index] += call.function.arguments
     assert arguments == {i: c["function"]["arguments"] for i, c in enumerate(message["tool_calls"])}
     assert content == "I look." and reasons == ["tool_calls"]
+
+
+ROUND = Round(1, 0, (5, 6), (-1, 0), (0.0, -0.5), (0, 1), 7, {})
+
+
+def test_rounds_are_asked_for_as_long_as_somebody_looks_and_in_the_next_engine_too():
+    bench = Bench()
+    bench.hear(ROUND)  # asked for by nobody any more
+    assert bench.client.watched == []
+    watcher = Watcher()
+    bench.job.watchers.append(watcher)
+    bench.session.watch(bench.job)
+    assert bench.client.watched == [(1, 16)]
+    bench.hear(*[ROUND] * 7)
+    assert len(bench.client.watched) == 1
+    bench.hear(ROUND)
+    assert bench.client.watched == [(1, 16)] * 2, "before they are used up"
+    bench.begin()
+    assert bench.client.watched == [(1, 16)], "the next engine knows nothing"
+    bench.job.watchers.clear()
+    bench.hear(*[ROUND] * 12)
+    assert len(bench.client.watched) == 1, "nobody looks"
+
+
+def test_a_slow_watcher_sees_the_newest_and_how_many_it_missed():
+    async def main():
+        watcher = Watcher()
+        for _ in range(20):
+            watcher.show(ROUND)
+        seen = []
+        async for found in watcher.rounds(0.01):
+            seen.append(found and found[0])
+            if found is None:
+                watcher.end()
+        return seen
+
+    assert asyncio.run(main()) == [*range(13, 21), None]

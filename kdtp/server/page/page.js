@@ -70,9 +70,13 @@ function show(now) {
   $("loading").hidden = now.state !== "loading" && now.state !== "restarting";
   $("progress").max = now.progress.total || 1;
   $("progress").value = now.progress.done;
-  $("amount").textContent = `${(now.progress.done / 1e9).toFixed(2)} of ${(now.progress.total / 1e9).toFixed(2)} GB`;
+  $("amount").textContent = `${bytes(now.progress.done)} of ${bytes(now.progress.total)}`;
   if (now.steps === undefined) return;
   figures(now);
+}
+
+function bytes(count) {
+  return count >= 1e9 ? `${(count / 1e9).toFixed(2)} GB` : `${(count / 1e6).toFixed(2)} MB`;
 }
 
 function figures(now) {
