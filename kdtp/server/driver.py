@@ -111,7 +111,7 @@ class Driver:
         """End a job; nothing more is told of it. No error for one that has ended. reason: why, for the metrics."""
         if job in self._jobs:
             del self._jobs[job]
-            _close(job)
+            job.end_watchers()
             self._send("cancel", job)
             with _harmless():
                 self.metrics.ended(job, reason)
@@ -121,6 +121,8 @@ class Driver:
         """Look at the rounds of an open job."""
         watcher = Watcher()
         job.watchers.append(watcher)
+        if job not in self._jobs:  # it has just ended
+            watcher.end()
         self._send("watch", job)
         try:
             yield watcher
@@ -155,7 +157,7 @@ class Driver:
                 continue
             if isinstance(event, Finished | Failed | Refused):
                 del self._jobs[job]
-                _close(job)
+                job.end_watchers()
             job.tell(event)
             with _harmless():
                 self.metrics.told(job, event)
@@ -282,12 +284,6 @@ class Driver:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             logger.info("the event loop has ended before the engine")
-
-
-def _close(job: Job) -> None:
-    """Whoever looks at its rounds has seen all."""
-    for watcher in job.watchers:
-        watcher.end()
 
 
 @contextlib.contextmanager

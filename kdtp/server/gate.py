@@ -23,6 +23,7 @@ from kdtp.server.assets import PAGE
 from kdtp.server.errors import ApiError
 
 OPEN_TO_ALL = {"/health", *PAGE}
+QUIET = {*OPEN_TO_ALL, "/metrics", "/v1/status", "/v1/requests"}  # asked for all the time
 MOST_BODY = 8 << 20  # bytes
 MOST_HEADERS = 100
 MOST_HEAD = 1 << 16  # bytes of request line and headers
@@ -72,7 +73,7 @@ class Gate:
             self.active -= 1
             label, seconds = headers.get("x-request-id", "")[:_LABEL], time.monotonic() - began
             line = f"{request_id} {scope['method']} {scope['path'][:200]} {status or 'no answer'} {seconds:.3f} s"
-            level = logging.DEBUG if scope["path"] in OPEN_TO_ALL else logging.INFO
+            level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
             logger.log(level, "%s%s", line, f" client's id {label}" if label else "")
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:

@@ -76,6 +76,11 @@ class Job:
         at = event.position + skip
         return msgspec.structs.replace(event, position=at, tokens=new, logprobs=event.logprobs[skip:]) if new else None
 
+    def end_watchers(self) -> None:
+        """Whoever looks at its rounds has seen all."""
+        for watcher in self.watchers:
+            watcher.end()
+
     def outlive(self) -> None:
         """Its engine has died: the next one must not refuse it."""
         self.label, self.accepted = None, True

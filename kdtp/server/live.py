@@ -41,7 +41,7 @@ class Live:
         return [
             Route("/v1/status", self.status),
             Route("/v1/requests", self.requests),
-            Route("/v1/requests/{id}/{choice:int}/rounds", self.rounds),
+            Route("/v1/requests/{id}/{choice}/rounds", self.rounds),
         ]
 
     async def status(self, request: Request) -> Response:
@@ -98,9 +98,10 @@ class Live:
     async def rounds(self, request: Request) -> Rounds:
         """The trees of an open request as they are verified, as SSE; a slow reader is shown the newest."""
         wanted = request.path_params["id"], request.path_params["choice"]
-        job = next((job for job in self._driver.jobs() if (job.id, job.choice) == wanted), None)
+        job = next((job for job in self._driver.jobs() if (job.id, str(job.choice)) == wanted), None)
         if job is None:
-            raise ApiError(404, f"{wanted[0][:64]}: has no open choice {wanted[1]}", "id", "request_not_found")
+            text = f"{wanted[0][:64]!r}: has no open choice {wanted[1][:20]!r}"
+            raise ApiError(404, text, "id", "request_not_found")
         if self._watchers >= _MOST_WATCHERS:
             raise ApiError(429, f"{self._watchers} watchers are there already: that is the most")
         return Rounds(self, job)

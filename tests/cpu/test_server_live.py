@@ -126,8 +126,9 @@ def test_the_rounds_of_a_request_and_what_it_has_cost(ready, asking):
     last = ready.call("GET", "/v1/status")[1]
     assert last["steps"] > first["steps"] and sum(last["accepted"]) > 0 and last["stage_ms"]["verify"] > 0
     assert last["generation_tokens"] > first["generation_tokens"] and last["model"] == "tiny"
-    status, answer, _ = ready.call("GET", f"/v1/requests/{entry['id']}/1/rounds")
-    assert (status, answer["error"]["code"]) == (404, "request_not_found")
+    for choice in (1, -1, "9" * 5000, "x"):
+        status, answer, _ = ready.call("GET", f"/v1/requests/{entry['id']}/{choice}/rounds")
+        assert (status, answer["error"]["code"]) == (404, "request_not_found")
 
 
 def test_an_open_request_tells_its_acceptance(ready, asking):
