@@ -567,12 +567,12 @@ def test_no_document_and_no_data_makes_it_fail(ready):
     schemathesis = shutil.which("schemathesis", path=str(Path(sys.executable).parent))
     if schemathesis is None:
         pytest.skip("schemathesis is not installed (extra dev)")
-    flags = ["--mode", "negative", "--phases", "fuzzing", "--max-examples", 30, "--seed", 1, "--request-timeout", 20]
+    flags = ["--mode", "negative", "--phases", "fuzzing", "--max-examples", 12, "--seed", 1, "--request-timeout", 20]
     flags += ["--exclude-path-regex", "rounds", "--header", f"Authorization: Bearer {KEY}", "--no-color"]
     command = [schemathesis, "run", f"{ready.url}/openapi.json", *map(str, flags)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout[-5000:]
-    assert int(re.search(r"(\d+) generated, \1 passed", done.stdout)[1]) > 100, done.stdout[-1000:]
+    assert int(re.search(r"(\d+) generated, \1 passed", done.stdout)[1]) > 40, done.stdout[-1000:]
 
 
 def test_openai_s_client_for_node(ready, tmp_path):
