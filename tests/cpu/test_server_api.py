@@ -562,7 +562,7 @@ def test_listeners_are_on_loopback(ready):
     assert {c.laddr.ip for c in sockets} == {"127.0.0.1"}
 
 
-def test_no_document_and_no_data_makes_it_fail(ready):
+def test_no_document_and_no_data_makes_it_fail(ready, tmp_path):
     """Schemathesis: bodies that the document forbids, and odd ones that it allows; never a 5xx, always our errors."""
     schemathesis = shutil.which("schemathesis", path=str(Path(sys.executable).parent))
     if schemathesis is None:
@@ -570,7 +570,7 @@ def test_no_document_and_no_data_makes_it_fail(ready):
     flags = ["--mode", "negative", "--phases", "fuzzing", "--max-examples", 12, "--seed", 1, "--request-timeout", 20]
     flags += ["--exclude-path-regex", "rounds", "--header", f"Authorization: Bearer {KEY}", "--no-color"]
     command = [schemathesis, "run", f"{ready.url}/openapi.json", *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-5000:]
     assert int(re.search(r"(\d+) generated, \1 passed", done.stdout)[1]) > 40, done.stdout[-1000:]
 
