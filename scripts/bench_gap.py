@@ -7,8 +7,8 @@ CUDA graphs; one rank in the coordinator's process, or N beside it. The golden m
 all of a round; it is the host's work and does not grow with the model. Microseconds, by the GPU's own clock
 (torch.profiler):
 
-    gap      from the end of the copy of the chosen ids, on the last rank to have them, to the start of the next kernel
-             on the first rank to run one
+    gap      from the end of the copy of the chosen ids, on the last rank to have them, to the start of the next forward,
+             which is that of its embedding's kernel, on the first rank to run it
     kernels  a round's time on the GPU, from there to its ids
     taken    by the host's clock, not profiled: from the ids on the last rank to the step's message on the last rank
     launched likewise, until the last rank has launched its forward
@@ -43,6 +43,7 @@ from scripts.ranks import NO_MULTICAST  # noqa: E402
 
 WAYS = {"plain decoding": DrafterConfig("none"), "n-gram, 16 nodes": DrafterConfig("ngram", budget=16)}
 MODEL = ROOT / "tests" / "refs" / "model_tiny.kdtr"
+FIRST = "embedding"  # in the name of a forward's first kernel
 HEADER = ("drafter", "ranks", "rounds", "gap", "kernels", "taken", "launched", "round")
 Step = tuple[int, int, int, int]  # number; nanoseconds: taken, launched, ids
 Figures = dict[str, list[float]]
@@ -66,13 +67,13 @@ def rounds(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def measure(ranks: Sequence[Sequence[Span]]) -> Figures:
-    """The gap before each round's first kernel, and its time from there to its ids, of what each rank ran."""
+    """The gap before each round's forward, and its time from there to its ids, of what each rank ran."""
     found: Figures = {"gap": [], "kernels": []}
     cut = [rounds(spans) for spans in ranks]
     if len({len(each) for each in cut}) != 1:
         raise ValueError(f"ranks of {[len(each) for each in cut]} rounds: their traces are not whole")
     for before, this in itertools.pairwise(zip(*cut, strict=True)):
-        first = min(start for each in this for start, _, name in each if "memcpy" not in name.lower())
+        first = min(start for each in this for start, _, name in each if FIRST in name)
         found["gap"].append(first - max(each[-1][1] for each in before))
         found["kernels"].append(max(each[-1][1] for each in this) - first)
     return found

@@ -93,12 +93,13 @@ class Shard:
         for seq in seqs:
             self.cache.append(seq.seq, seq.new_pages, seq.start)
         picked = sum(seq.pick for seq in seqs)
-        # The ranks' parts have one width, so that they can be gathered; the last ones may hold less.
-        width = -(-self.config.vocab_size // self.comm.size)
-        logits = torch.full((picked, width), -torch.inf, device=self.device)
         with torch.inference_mode():
             found = self._on_cpu(seqs) if self.device.type == "cpu" else self._on_gpu(seqs)
-            logits[:, : found.shape[1]] = found[:picked]
+        # The ranks' parts have one width, so that they can be gathered; the last ones may hold less. Made now, while a
+        # GPU is at work already, and so that they may be written to.
+        width = -(-self.config.vocab_size // self.comm.size)
+        logits = torch.full((picked, width), -torch.inf, device=self.device)
+        logits[:, : found.shape[1]] = found[:picked]
         return logits
 
     def capture(self, seqs: int, nodes: int) -> None:

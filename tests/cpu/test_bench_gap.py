@@ -16,7 +16,9 @@ def test_a_gap_is_from_the_ids_to_the_next_kernel():
     for start in (10.0, 40.0, 70.0):
         spans += [
             (start, start + 1, "Memcpy HtoD"),
-            (start + 3, start + 9, "kernel"),
+            (start + 1, start + 2, "kv_move_kernel"),
+            (start + 3, start + 6, "void kdtp::embedding_kernel<float>"),
+            (start + 6, start + 9, "kernel"),
             (start + 9, start + 10, "Memcpy DtoH"),
         ]
     assert measure([spans]) == {"gap": [23.0, 23.0], "kernels": [7.0, 7.0]}
