@@ -7,8 +7,8 @@ CUDA graphs; one rank in the coordinator's process, or N beside it. The golden m
 all of a round; it is the host's work and does not grow with the model. Microseconds, by the GPU's own clock
 (torch.profiler):
 
-    gap      from the end of the copy of the chosen ids, on the last rank to have them, to the start of the next forward,
-             which is that of its embedding's kernel, on the first rank to run it
+    gap      from the end of the copy of the chosen ids, on the last rank to have them, to the start of the next forward
+             (that of its embedding's kernel) on the first rank to run it
     kernels  a round's time on the GPU, from there to its ids
     taken    by the host's clock, not profiled: from the ids on the last rank to the step's message on the last rank
     launched likewise, until the last rank has launched its forward
