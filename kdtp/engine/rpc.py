@@ -112,7 +112,7 @@ class Client:
     sign of life after which the engine counts as dead, until it tells how long it may be silent (Status.patience). An
     engine on this machine that ends is noticed at once.
     wake: a file that ends the wait of `poll` once it can be read; whoever waits empties it.
-    `latest`: the last Status that came.
+    `latest`: the last Status that came; `usages`: whether all that are asked for have them.
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class Client:
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._alive = alive or (lambda: None)
         self._silence = silence
+        self.usages = False
         self._heard = time.monotonic()
         self._labels = 0
         self._events: dict[int, deque[Reply]] = {}
@@ -187,9 +188,9 @@ class Client:
         finally:
             self.latest = self.latest or before
 
-    def ask(self, usages: bool = False) -> None:
-        """Ask for a Status, which will be `latest`, without waiting for it; usages: as of StatusQuery."""
-        self._send(StatusQuery(self._labels, usages))
+    def ask(self) -> None:
+        """Ask for a Status, which will be `latest`, without waiting for it."""
+        self._send(StatusQuery(self._labels, self.usages))
 
     def events(self, request: int) -> Iterator[Reply]:
         """The request's events up to its terminal one."""
@@ -241,7 +242,7 @@ class Client:
             self._alive()
             if time.monotonic() - self._heard > self._silence:
                 raise EngineDead(f"no sign of life from the engine for {self._silence:.0f} s")
-            self._send(StatusQuery(self._labels))
+            self.ask()
 
     def _frames(self) -> Iterator[list[bytes]]:
         while True:

@@ -180,6 +180,7 @@ class Driver:
         self.status = None  # of the one before
         child = Child(self._plan)
         client = Client(child.address, child.check, self._plan.config.stall_timeout, self._wake)
+        client.usages = True
         session = Session(client, self._jobs, self._plan.model.max_position_embeddings, self._note)
         try:
             if self._load(client):
@@ -224,7 +225,7 @@ class Driver:
             self._flush()
             if time.monotonic() > asked + _ASK:
                 asked = time.monotonic()
-                client.ask(usages=True)
+                client.ask()
 
     def _read_inbox(self, session: Session) -> None:
         while self._inbox:

@@ -317,6 +317,24 @@ def test_client_of_a_silent_engine_gives_up(context, folder):
     server.close(0)
 
 
+def test_an_engine_says_how_long_it_may_be_silent(context, folder):
+    server = Server(context, rundir.endpoint(folder, "rpc"))
+    client = Client(rundir.endpoint(folder, "rpc"), silence=60.0)
+    client.usages = True
+    request = client.submit((1,), SamplingParams())
+    got = []
+    until(lambda: got.extend(server.receive()) or len(got) >= 2)
+    server.send(got[0][0], msgspec.structs.replace(status(1, request), patience=0.1))
+    started = time.monotonic()
+    with pytest.raises(EngineDead, match="no sign of life from the engine for 2 s"):
+        list(client.events(request))
+    assert 1.5 < time.monotonic() - started < 8.0
+    asked = [m for _, m in server.receive() if isinstance(m, StatusQuery)]
+    assert asked and all(query.usages for query in asked), "also those that are sent because nothing came"
+    client.close()
+    server.close(0)
+
+
 def test_a_client_that_left_is_noticed_on_the_next_message(context, folder):
     server = Server(context, rundir.endpoint(folder, "rpc"))
     client = Client(rundir.endpoint(folder, "rpc"))

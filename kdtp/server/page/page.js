@@ -173,6 +173,7 @@ function paint() {
   $("about").textContent = `round ${round.number}, token ${round.position}: ${round.nodes.length - 1} drafted, ` +
     `${round.path.length - 1} accepted; step ${ms} ms`;
   $("said").replaceChildren(said.slice(0, -1).join(""), html("mark", {}, said[said.length - 1]));
+  $("said").scrollTop = $("said").scrollHeight;
 }
 
 $("pause").addEventListener("click", () => {

@@ -2,7 +2,7 @@
 
 import {svg} from "/page/svg.js";
 
-const COLUMN = 132, ROW = 26, WIDE = 108, TALL = 20;
+const COLUMN = 122, ROW = 26, WIDE = 102, TALL = 20;
 
 export function visible(text) {
   return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "∅";
