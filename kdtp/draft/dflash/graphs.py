@@ -96,8 +96,8 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             found = call()
         self._captured[shape] = _Captured(buffer, found, graph, call)
-        kind = "%d sequences, context %d" if len(shape) == 2 else "%d rows absorbed"
-        logger.info(f"drafter's graph: {kind}: %.0f ms", *shape, 1000 * (time.perf_counter() - began))
+        what = f"{shape[0]} sequences, context {shape[1]}" if len(shape) == 2 else f"{shape[0]} rows absorbed"
+        logger.info("drafter's graph: %s: %.0f ms", what, 1000 * (time.perf_counter() - began))
 
     def _drafting(self, seqs: int, width: int) -> tuple[torch.Tensor, Callable[[], Drafted]]:
         empty = [Block(0, torch.empty(0, dtype=torch.int64))]
