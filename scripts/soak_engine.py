@@ -3,8 +3,8 @@
     python scripts/soak_engine.py [--requests 100000] [--seed 10000]
 
 The storm of tests/cpu/test_engine_scheduler.py, over a target whose rows are its tokens: pools too small for all,
-prefix hits, preemptions, priorities, drafts of every kind. Every text is compared with what it must be, pages and books are
-looked at every 100 operations and at each end. About 500 requests a second.
+prefix hits, preemptions, priorities, drafts of every kind. Every text is compared with what it must be; pages and
+books are looked at every 100 operations and at each end. About 500 requests a second.
 """
 
 from __future__ import annotations
