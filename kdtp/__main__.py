@@ -15,7 +15,7 @@ COMMANDS = {
     "generate": "answer or continue a text, or a prompt of token ids",
     "chat": "talk with a model on the terminal",
     "serve": "answer OpenAI's API over HTTP",
-    "bench": "measure an endpoint under load, or an engine at growing contexts",
+    "bench": "measure an endpoint under load, an engine at growing contexts, or what drafts bring",
     "engine": "run coordinator and workers, print the RPC address",
     "build-kernels": "compile the CUDA kernels with nvcc",
     "inspect": "show what is in a KDTR file or a model folder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,24 @@ def _over_time(axis: Any, done: Sequence[Record]) -> None:
     rates = [count / width for count in counts]
     axis.bar([width * i for i in range(bins)], rates, width, align="edge", color=_COLOURS["verify"])
     axis.set(xlabel="seconds", ylabel="tokens / s")
+
+
+def accept_picture(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> None:
+    """Tokens per round and speed over the budget, a row for each temperature; a chain is a cross."""
+    temperatures = sorted({point["temperature"] for point in points})
+    figure, axes = _page(title, len(temperatures), 2)
+    names = list(dict.fromkeys(point["drafter"] for point in points if point["method"] != "AR"))
+    for row, temperature in enumerate(temperatures):
+        mine = [point for point in points if point["temperature"] == temperature]
+        for axis, key in zip(axes.reshape(-1, 2)[row], ("tokens_per_round", "tokens_per_second"), strict=True):
+            plain = next(point[key] for point in mine if point["method"] == "AR")
+            axis.axhline(plain, color="0.5", linestyle=":", label="plain decoding")
+            for name, colour in zip(names, itertools.cycle(_COLOURS.values()), strict=False):
+                drawn = {m: [p for p in mine if p["drafter"] == name and p["method"] == m] for m in ("tree", "chain")}
+                for method, style in (("tree", {"marker": "o", "label": name}), ("chain", {"marker": "x"})):
+                    budgets = [p["budget"] for p in drawn[method]]
+                    axis.plot(budgets, [p[key] for p in drawn[method]], color=colour, **style)
+            axis.set_xscale("log", base=2)
+            axis.set(xlabel="budget, nodes", ylabel=f"{key.replace('_', ' ')}, T = {temperature:g}", ylim=(0, None))
+    axes.flat[0].legend(fontsize="small")
+    figure.savefig(path)

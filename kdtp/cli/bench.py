@@ -1,4 +1,4 @@
-"""`kdtp bench`: an endpoint under load (`serve`), an engine at growing contexts (`context`)."""
+"""`kdtp bench`: an endpoint under load (`serve`), an engine at growing contexts (`context`), drafts (`accept`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from kdtp.bench.load import Load, Range, Record
 from kdtp.bench.load import run as run_load
-from kdtp.cli import bench_context
+from kdtp.cli import bench_accept, bench_context
 from kdtp.client import KEY_VARIABLE, Endpoint, EndpointError, read_key
 
 EXIT_FAILED = 1  # a request failed
@@ -21,15 +21,20 @@ _MOST_REQUESTS = 1_000_000
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the two benchmarks and what they take."""
-    kinds = parser.add_subparsers(dest="bench", required=True, metavar="serve|context")
+    """Add the benchmarks and what they take."""
+    kinds = parser.add_subparsers(dest="bench", required=True, metavar="serve|context|accept")
     serve = kinds.add_parser("serve", help="load on an endpoint: waiting times, throughput, acceptance")
     _add_serve(serve)
     serve.set_defaults(bench=_serve)
     context = kinds.add_parser("context", help="throughput, acceptance and stage times over the length of the context")
     bench_context.add_flags(context)
-    _add_both(context)
+    _add_plain(context)
+    _add_all(context)
     context.set_defaults(bench=bench_context.run)
+    accept = kinds.add_parser("accept", help="tokens per round on held-out text, by drafter, budget and temperature")
+    bench_accept.add_flags(accept)
+    _add_all(accept)
+    accept.set_defaults(bench=bench_accept.run)
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -40,9 +45,12 @@ def run(chosen: argparse.Namespace) -> int:
     return code
 
 
-def _add_both(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and ids (default 0)")
+def _add_plain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-speculate", action="store_true", help="plain decoding, to compare with")
+
+
+def _add_all(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0, help="of what is left to chance (default 0)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the figures, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -71,7 +79,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="default 0")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="requests before it counts (default 2)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for a request (default 300)")
-    _add_both(parser)
+    _add_plain(parser)
+    _add_all(parser)
 
 
 def _range(text: str) -> Range:

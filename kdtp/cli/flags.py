@@ -7,6 +7,7 @@ import dataclasses
 import json
 import reprlib
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,13 @@ def sampling(
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add --config and a flag for every setting."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML or JSON; flags override them")
-    _add(parser, EngineConfig, {name: (_flag(name), text) for name, text in _ENGINE.items()}, "engine")
-    _add(parser, DrafterConfig, _DRAFTER, "drafter")
+    add_some_flags(parser, _ENGINE, _DRAFTER)
+
+
+def add_some_flags(parser: argparse.ArgumentParser, engine: Iterable[str], drafter: Iterable[str]) -> None:
+    """Add a flag for each of these settings of EngineConfig and DrafterConfig."""
+    _add(parser, EngineConfig, {name: (_flag(name), _ENGINE[name]) for name in engine}, "engine")
+    _add(parser, DrafterConfig, {name: _DRAFTER[name] for name in drafter}, "drafter")
 
 
 def _flag(name: str) -> str:
@@ -137,8 +143,9 @@ def _floats(text: str) -> tuple[float, ...]:
 
 def engine_config(chosen: argparse.Namespace) -> EngineConfig:
     """The EngineConfig of parsed flags. ConfigError naming flag or file, key, value and what is legal."""
-    source = str(chosen.config or "command line")
-    values = _file(chosen.config) if chosen.config else {}
+    path = getattr(chosen, "config", None)
+    source = str(path or "command line")
+    values = _file(path) if path else {}
     drafter = values.pop("drafter", {})
     if not isinstance(drafter, dict):
         raise ConfigError(f"{source}: drafter = {reprlib.repr(drafter)}: must be a table, with a name and settings")

@@ -16,6 +16,7 @@ from kdtp.engine.plan import Plan, plan
 from kdtp.engine.rpc import EngineBusy, EngineDead, Reply
 from kdtp.messages import Failed, Finished, FromEngine, Refused, Scored, Terminal, Tokens, Usage
 from kdtp.types import Logprob, SamplingParams
+from kdtp.watch import MOST_ROUNDS, Round
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,13 @@ class Engine:
         speculate: bool = True,
         want_logits: bool = False,
         on_tokens: Callable[[int, Tokens], object] | None = None,
+        on_round: Callable[[int, Round], object] | None = None,
     ) -> list[Completion]:
         """Complete each prompt of token ids, all at once; results in the order of `prompts`.
 
         speculate=False decodes plainly whatever the drafter: the tokens are the same. on_tokens: called as tokens
         are decided, with the prompt's index; once it returns True, that request ends with finish_reason "cancelled".
+        on_round: called with each tree that was verified, before its tokens.
         """
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
@@ -93,8 +96,10 @@ class Engine:
         try:
             while True:
                 for index in self._room(prompts, sent, open_ones.values()):
-                    open_ones[self._backend.submit(prompts[index], each[index], speculate, want_logits)] = index
-                    sent = index + 1
+                    label = self._backend.submit(prompts[index], each[index], speculate, want_logits)
+                    open_ones[label], sent = index, index + 1
+                    if on_round:
+                        self._backend.watch(label, MOST_ROUNDS)
                 if not open_ones:
                     return [_completion(prompt, replies) for prompt, replies in zip(prompts, got, strict=True)]
                 for label, message, frame in self._backend.wait(open_ones):
@@ -102,6 +107,11 @@ class Engine:
                     if isinstance(message, Terminal):
                         del open_ones[label]
                     _raise_if_failed(message)
+                    if isinstance(message, Round):
+                        if on_round:
+                            on_round(index, message)
+                            self._backend.watch(label, MOST_ROUNDS)
+                        continue
                     got[index].append((message, frame))
                     if on_tokens and isinstance(message, Tokens) and on_tokens(index, message) is True:
                         self._backend.cancel(label)

@@ -26,11 +26,13 @@ class Backend(Protocol):
     """Requests by label; EngineBusy, EngineDead as of rpc.Client.
 
     wait: events of the requests named, perhaps none, after a step of the engine or a moment, so that the caller can
-    think again. cancel: end a request; its Finished still comes. forget: end it, nothing comes.
+    think again. watch: show the next rounds, too. cancel: end a request; its Finished still comes. forget: end it,
+    nothing comes.
     """
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int: ...
     def wait(self, requests: Iterable[int]) -> list[Labelled]: ...
+    def watch(self, request: int, rounds: int) -> None: ...
     def cancel(self, request: int) -> None: ...
     def forget(self, request: int) -> None: ...
     def close(self) -> None: ...
@@ -44,6 +46,8 @@ class Closed:
 
     def wait(self, requests: Iterable[int]) -> list[Labelled]:
         raise ValueError("the engine is closed")
+
+    def watch(self, request: int, rounds: int) -> None: ...
 
     def cancel(self, request: int) -> None: ...
 
@@ -90,6 +94,9 @@ class InProcess:
             del self._events[request]
         return replies
 
+    def watch(self, request: int, rounds: int) -> None:
+        self._coordinator.watch(request, rounds)
+
     def cancel(self, request: int) -> None:
         event = self._coordinator.cancel(request)
         if event is not None:
@@ -129,6 +136,9 @@ class Group:
 
     def wait(self, requests: Iterable[int]) -> list[Labelled]:
         return self._client.poll(requests, _MOMENT)
+
+    def watch(self, request: int, rounds: int) -> None:
+        self._client.watch(request, rounds)
 
     def cancel(self, request: int) -> None:
         self._client.cancel(request)
