@@ -34,8 +34,8 @@ PHASES = ("load", "prefill", "decode", "idle", "drain")
 FLAGS = ("--step-timeout", 2, "--ping-interval", 0.5, "--stall-timeout", 25, "--max-restarts", 50)
 FLAGS += ("--prefill-chunk", 16, "--no-prefix-cache", "--keep-alive", 0.5)
 BODIES = (
-    {"prompt": [1, 2, 3], "max_tokens": 250, "temperature": 0.0},
-    {"prompt": [9, 8, 7], "max_tokens": 250, "temperature": 0.9, "seed": 4},
+    {"prompt": [1, 2, 3], "max_tokens": 160, "temperature": 0.0},
+    {"prompt": [9, 8, 7], "max_tokens": 160, "temperature": 0.9, "seed": 4},
 )
 SHORT = {"prompt": [4, 5], "max_tokens": 10, "temperature": 0.0}
 LONG = tuple({"prompt": [5 + i] * 490, "max_tokens": 12, "temperature": 0.0} for i in range(3))

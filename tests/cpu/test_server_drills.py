@@ -50,5 +50,5 @@ def test_a_storm_that_does_not_fit_changes_no_text(small):
 
 
 def test_random_ends_leave_nothing(small):
-    first, last = soak(small, 240, 24, parts=2)
+    first, last = soak(small, 160, 24, parts=2)
     assert last["files"] <= first["files"] + 4 and last["threads"] <= first["threads"] + 2
