@@ -217,9 +217,9 @@ class EngineConfig:
     sequences. graphs: on a GPU, forwards of few rows are replays of CUDA graphs, of the same bits; no effect on a CPU.
     prefix_cache: requests whose texts begin alike share the pages of what is alike; no text changes. max_queue,
     max_queue_tokens: requests and their tokens waiting before new ones are refused; at least 1, as each waits for the
-    next step; one alone may be longer. Seconds: step_timeout, the least deadline of a forward (10 x its moving average
-    if longer); load_timeout; stall_timeout of a load without progress; ping_interval between signs of life of an idle
-    engine.
+    next step; one alone may be longer. tokenizer: folder of its files, for grammars; "": where the model is. Seconds:
+    step_timeout, the least deadline of a forward (10 x its moving average if longer); load_timeout; stall_timeout of a
+    load without progress; ping_interval between signs of life of an idle engine.
     """
 
     model: str
@@ -235,6 +235,7 @@ class EngineConfig:
     prefix_cache: bool = True
     max_queue: Annotated[int, Range(1, 1 << 20)] = 256
     max_queue_tokens: Annotated[int, Range(1, 1 << 40)] = 1 << 22
+    tokenizer: str = ""
     step_timeout: Seconds = 10.0
     load_timeout: Seconds = 600.0
     stall_timeout: Seconds = 60.0

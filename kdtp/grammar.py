@@ -69,8 +69,8 @@ class Vocabulary:
 class Grammars:
     """Compiles the grammars of requests to one model, whose tokenizer is read when it is needed, or by `prepare`.
 
-    model: its folder, or a file beside its tokenizer; ends: ids that end a text, beside the tokenizer's own. ValueError
-    from `compile`, naming what is missing or wrong.
+    model: its folder or its tokenizer's, or a file beside its tokenizer; ends: ids that end a text, beside the
+    tokenizer's own. ValueError from `compile`, naming what is missing or wrong.
     """
 
     def __init__(self, model: str, vocab_size: int, ends: Collection[int]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from kdtp.config import EngineConfig
 from kdtp.engine.api import Completion
 from kdtp.messages import Tokens
 from kdtp.text.calls import AnswerParser, Arguments, CallBegin, Content, Delta, Reasoning, find_format, is_thinking
@@ -21,9 +22,6 @@ from kdtp.text.tokenizer import CODECS, Tokenizer, load
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
     """Add what concerns text."""
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer files (default: where the model is)"
-    )
     parser.add_argument("--system", metavar="TEXT", help="the conversation's system message")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
@@ -37,14 +35,14 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def find_tokenizer(chosen: argparse.Namespace, model: str, vocab_size: int, needed: bool) -> Tokenizer | None:
+def find_tokenizer(config: EngineConfig, vocab_size: int, needed: bool) -> Tokenizer | None:
     """The tokenizer of --tokenizer, or of the folder that the model is or lies in.
 
     None if there is none and it is not `needed`. TextError as of `load`.
     """
-    folder: Path | None = chosen.tokenizer
-    if folder is None:
-        path = Path(model)
+    folder = Path(config.tokenizer)
+    if not config.tokenizer:
+        path = Path(config.model)
         folder = path if path.is_dir() else path.parent
         if not needed and not any((folder / name).exists() for name in CODECS):
             return None

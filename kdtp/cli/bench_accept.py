@@ -48,7 +48,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corpus", type=Path, metavar="DIR", help="*.py files (default: this Python's standard library)"
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: where the model is")
     add_some_flags(parser, ("model", "device", "dtype", "threads"), ("block", "topk"))
     parser.set_defaults(**{"engine.model": pair.NAME})
 
@@ -139,7 +138,7 @@ def _bench(chosen: argparse.Namespace, checked: Plan) -> tuple[Bench, list[str]]
     ):
         if not least <= value <= most:
             raise ValueError(f"--{flag} {value}: must be {least}..{most}")
-    tokenizer = find_tokenizer(chosen, checked.config.model, checked.model.vocab_size, needed=True)
+    tokenizer = find_tokenizer(checked.config, checked.model.vocab_size, needed=True)
     assert tokenizer is not None
     held_out = corpus.read(chosen.corpus).held_out
     asked = accept.prompts(held_out, tokenizer, chosen.prompts, chosen.prompt_tokens, chosen.seed)

@@ -26,7 +26,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="behind each context (default 64)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="what the contexts hold (default: random ids)")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="for --text (default: where the model is)")
     add_engine_flags(parser)
 
 
@@ -86,7 +85,7 @@ def _ids(chosen: argparse.Namespace, checked: Plan) -> Sequence[int]:
         return ()
     from kdtp.cli.answer import find_tokenizer
 
-    tokenizer = find_tokenizer(chosen, checked.config.model, checked.model.vocab_size, needed=True)
+    tokenizer = find_tokenizer(checked.config, checked.model.vocab_size, needed=True)
     assert tokenizer is not None
     try:
         ids = tokenizer.encode(chosen.text.read_text(encoding="utf-8"))

@@ -60,7 +60,7 @@ def run(chosen: argparse.Namespace) -> int:
     if checked.config.drafter.name == "oracle":
         raise ConfigError("drafter = 'oracle': knows only the model file's own prompt; must be none, ngram or dflash")
     check_stops(chosen.stop)
-    tokenizer = find_tokenizer(chosen, checked.config.model, checked.model.vocab_size, needed=True)
+    tokenizer = find_tokenizer(checked.config, checked.model.vocab_size, needed=True)
     assert tokenizer is not None
     found = template.load(tokenizer)
     if found is None:

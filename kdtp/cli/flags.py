@@ -27,6 +27,7 @@ _ENGINE = {
     "prefix_cache": "requests whose texts begin alike share KV pages",
     "max_queue": "requests that may wait (at least 1: each waits for the next step)",
     "max_queue_tokens": "tokens of requests that may wait, unless it is one alone",
+    "tokenizer": "folder of the tokenizer files (default: where the model is)",
     "step_timeout": "seconds a forward may take before the engine counts as hung",
     "load_timeout": "seconds loading may take",
     "stall_timeout": "seconds loading may stand still",
@@ -117,7 +118,7 @@ def _add(parser: argparse.ArgumentParser, cls: Any, flags: dict[str, tuple[str, 
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for name, (flag, text) in flags.items():
         default = fields[name].default
-        shown = "" if default is dataclasses.MISSING else f" (default {_plain(default)})"
+        shown = "" if default in (dataclasses.MISSING, "") else f" (default {_plain(default)})"
         dest, absent = f"{title}.{name}", argparse.SUPPRESS
         if isinstance(default, bool):
             either = argparse.BooleanOptionalAction

@@ -116,9 +116,9 @@ def _job(chosen: argparse.Namespace) -> Job:
     check_stops(chosen.stop)
     as_text = chosen.text is not None
     tokenizer = None
-    if as_text or chosen.stop or chosen.tokenizer or chosen.json:
+    if as_text or chosen.stop or checked.config.tokenizer or chosen.json:
         needed = as_text or bool(chosen.stop)
-        tokenizer = find_tokenizer(chosen, checked.config.model, checked.model.vocab_size, needed)
+        tokenizer = find_tokenizer(checked.config, checked.model.vocab_size, needed)
     ends, echo = set(chosen.stop_tokens), ""
     if as_text and tokenizer:
         prompt = _text_prompt(chosen, tokenizer)

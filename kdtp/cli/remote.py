@@ -39,7 +39,7 @@ def run(chosen: argparse.Namespace) -> int:
 def _refuse_local(chosen: argparse.Namespace) -> None:
     """ValueError for a flag that is for an engine of our own."""
     ours = [dest for dest in vars(chosen) if "." in dest and dest != "engine.model"]
-    ours += [name for name in ("config", "tokenizer", "regex") if getattr(chosen, name) is not None]
+    ours += [name for name in ("config", "regex") if getattr(chosen, name) is not None]
     if ours:
         raise ValueError(f"--{ours[0].rpartition('.')[2].replace('_', '-')}: is not for an endpoint (--url)")
 

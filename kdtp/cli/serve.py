@@ -31,9 +31,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys that clients must show, one a line")
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the name of the model's folder or file")
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer files (default: where the model is)"
-    )
     parser.add_argument("--strict-params", action="store_true", help="unknown fields of a request are errors")
     parser.add_argument(
         "--keep-alive", type=float, default=10.0, metavar="SECONDS", help="of silence until a stream pings (default 10)"
@@ -79,10 +76,10 @@ def run(chosen: argparse.Namespace) -> int:
     bound = bind(chosen.host, chosen.port)  # a taken port is told before anything is read
     checked = plan(engine_config(chosen))
     if checked.config.drafter.name == "oracle":
-        raise ConfigError("drafter = 'oracle': knows only the model file's own prompt; must be none or ngram")
+        raise ConfigError("drafter = 'oracle': knows only the model file's own prompt; must be none, ngram or dflash")
     for note in checked.notes:
         logger.info("%s", note)
-    tokenizer = find_tokenizer(chosen, checked.config.model, checked.model.vocab_size, needed=True)
+    tokenizer = find_tokenizer(checked.config, checked.model.vocab_size, needed=True)
     assert tokenizer is not None
     name = chosen.served_model_name or Path(checked.config.model).stem
     usual = defaults.read(Path(checked.config.model)) if chosen.generation_config else {}

@@ -47,7 +47,7 @@ def assemble(plan: Plan, links: Sequence[Link], serves: bool = False) -> tuple[C
     fleet = Fleet(links, epoch=secrets.randbits(52), step_timeout=config.step_timeout)
     known = {golden.prompt: golden.tokens} if golden else {}
     drafter = draft.make(config.drafter, known, plan.model.vocab_size, placed(config, fleet))
-    grammars = Grammars(config.model, plan.model.vocab_size, plan.model.eos_token_ids)
+    grammars = Grammars(config.tokenizer or config.model, plan.model.vocab_size, plan.model.eos_token_ids)
     if serves:
         threading.Thread(target=grammars.prepare, daemon=True).start()
     coordinator = Coordinator(config, plan.model, fleet, drafter, grammars.compile)

@@ -38,7 +38,7 @@ class Golden:
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked engine: `config` with an absolute model path and the KV size resolved.
+    """A checked engine: `config` with absolute paths and the KV size resolved.
 
     notes: what its user should be told before it is loaded, a line each.
     """
@@ -76,7 +76,8 @@ def plan(config: EngineConfig) -> Plan:
     if config.drafter.network:
         config = dataclasses.replace(config, drafter=_drafter(config, model.config))
     kv_tokens = config.pages(model.config) * PAGE_ROWS
-    resolved = dataclasses.replace(config, model=str(model.path), kv_tokens=kv_tokens)
+    tokenizer = config.tokenizer and str(Path(config.tokenizer).absolute())
+    resolved = dataclasses.replace(config, model=str(model.path), tokenizer=tokenizer, kv_tokens=kv_tokens)
     return Plan(resolved, model.config, model.golden, model.notes)
 
 

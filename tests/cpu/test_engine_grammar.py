@@ -136,6 +136,13 @@ def test_what_a_grammar_needs_is_said(folder, tmp_path):
         made.generate([(1, 2)], SamplingParams(grammar=CODE))
 
 
+def test_the_tokenizer_may_lie_elsewhere_than_the_model(folder, tokenizer, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    with Engine.of(EngineConfig(str(TINY), threads=1, tokenizer=folder.name)) as made:
+        (done,) = made.generate([(1, 2)], SamplingParams(max_tokens=20, grammar=CODE))
+    assert re.fullmatch(CODE.text, tokenizer.decode(done.tokens))
+
+
 def test_the_tokenizer_is_read_once_and_may_be_read_ahead(folder, tmp_path, monkeypatch):
     grammars = Grammars(str(folder), 512, ())
     grammars.prepare()

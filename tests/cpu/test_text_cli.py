@@ -89,6 +89,7 @@ def test_a_text_is_continued(capsys, model, monkeypatch):
 
 def test_a_model_without_a_chat_template_continues(capsys, tmp_path):
     folder = folders.deepseek(tmp_path, chat_template=None)
+    assert generate(capsys, TINY, QUESTION, "--tokenizer", folder, "--regex", "[0-9]{3}")["text"].isdecimal()
     out = generate(capsys, TINY, QUESTION, "--tokenizer", folder, "--max-tokens", 5)
     assert out["prompt"] == [0, *load(folder).encode(QUESTION)]
 
