@@ -21,7 +21,6 @@ from kdtp.server.forms import Form, Json
 from kdtp.server.journal import Job, Told
 from kdtp.server.prompts import Ask
 
-SEND_TIMEOUT = 60.0  # seconds a client may leave us waiting to be read
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -111,7 +110,7 @@ class Answer:
                 await send_event(send, self._object(self._form.chunk, []) | {"usage": self._usage()})
         except ApiError as error:
             await send_event(send, error.body())
-        except (OSError, TimeoutError, asyncio.CancelledError):
+        except (OSError, asyncio.CancelledError):
             raise  # there is nobody to tell
         except Exception as error:
             logger.exception("%s: the stream failed", self._style.id)
@@ -230,6 +229,5 @@ async def send_event(send: Send, value: object) -> None:
 
 
 async def send_part(send: Send, data: bytes, more: bool = True) -> None:
-    """Bytes of an answer; TimeoutError if the client does not read."""
-    async with asyncio.timeout(SEND_TIMEOUT):
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+    """Bytes of an answer. It waits for a client that does not read, until its connection is given up."""
+    await send({"type": "http.response.body", "body": data, "more_body": more})

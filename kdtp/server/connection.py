@@ -1,4 +1,5 @@
-"""A client's connection: uvicorn's, with a bound on how many there are and on how long one may say nothing."""
+"""A client's connection: uvicorn's, with a bound on how many there are, and on how long one may say nothing or may not
+read."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from kdtp.log import logger
 from kdtp.server.errors import ApiError, busy
 
 HEAD_TIMEOUT = 15.0  # seconds for the request line and headers, from the first moment that they are waited for
+READ_TIMEOUT = 60.0  # seconds that a client may leave an answer unread
 MOST_CONNECTIONS = 2048
 
 
@@ -23,6 +25,7 @@ class Connection(H11Protocol):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take it, unless there are too many."""
@@ -46,7 +49,18 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
         self._stop_waiting()
+        self._is_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Too much waits for the client. Closing would wait for it too, and for ever."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(READ_TIMEOUT, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        self._is_read()
 
     def send_400_response(self, msg: str) -> None:
         """As all errors look."""
@@ -59,13 +73,18 @@ class Connection(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Say why, unless an answer is under way, and close."""
-        if self.cycle is None or self.cycle.response_complete:
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = msgspec.json.encode(error.body())
             status = f"{error.status} {HTTPStatus(error.status).phrase}"
             fields = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
             head = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in {**fields, **error.headers}.items())]
             self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self.transport.close()
+
+    def _is_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:

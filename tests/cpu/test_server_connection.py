@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from contextlib import asynccontextmanager
@@ -23,9 +24,9 @@ async def app(scope, receive, send):
 
 
 @asynccontextmanager
-async def serving(hosts=None):
+async def serving(hosts=None, answered_by=app):
     """uvicorn as `kdtp serve` sets it up, before a trivial application; its port."""
-    server = uvicorn.Server(_config(Gate(app, (), hosts)))
+    server = uvicorn.Server(_config(Gate(answered_by, (), hosts)))
     bound = bind("127.0.0.1", 0)
     task = asyncio.create_task(server._serve([bound]))
     while not server.started:
@@ -79,6 +80,38 @@ def test_headers_that_do_not_come(monkeypatch):
     assert well.startswith(b"HTTP/1.1 200 ") and well.endswith(b"ok")
 
 
+def test_an_answer_that_is_not_read(monkeypatch):
+    monkeypatch.setattr(connection, "READ_TIMEOUT", 0.3)
+    gone = []
+
+    async def endless(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone:
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                if (await asyncio.wait_for(receive(), 0.001))["type"] == "http.disconnect":
+                    gone.append(True)
+
+    async def main():
+        async with serving(answered_by=endless) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)  # reads next to nothing
+            writer.write(GET)
+            async with asyncio.timeout(5):
+                while not gone:
+                    await asyncio.sleep(0.02)
+            # One that reads slowly is served on.
+            gone.clear()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+            writer.write(GET)
+            for _ in range(100):
+                await reader.read(1 << 20)
+                await asyncio.sleep(0.01)
+            assert not gone
+            writer.close()
+
+    asyncio.run(main())
+
+
 def test_more_connections_than_there_may_be(monkeypatch):
     monkeypatch.setattr(connection, "MOST_CONNECTIONS", 3)
 
@@ -118,6 +151,20 @@ def test_what_is_no_http_is_answered_in_the_form_of_all_errors(data):
     said, well = asyncio.run(main())
     assert said.startswith(b"HTTP/1.1 400 ") and error(said)["code"] == "bad_http"
     assert well.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("body", [b"-1\r\n", b"2\r\n{}{}\r\n0\r\n\r\n"])
+def test_a_body_that_is_no_http(body):
+    async def wants_it(scope, receive, send):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def main():
+        async with serving(answered_by=wants_it) as port:
+            return await answer(port, GET[:-2] + b"Transfer-Encoding: chunked\r\n\r\n", body, pause=0.05)
+
+    said = asyncio.run(main())
+    assert said.startswith(b"HTTP/1.1 400 ") and error(said)["code"] == "bad_http"
 
 
 def test_a_head_that_comes_whole_but_is_too_long():
