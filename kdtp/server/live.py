@@ -104,23 +104,24 @@ class Live:
             raise ApiError(404, text, "id", "request_not_found")
         if self._watchers >= _MOST_WATCHERS:
             raise ApiError(429, f"{self._watchers} watchers are there already: that is the most")
+        self._watchers += 1  # now: many may ask in one turn of the event loop
         return Rounds(self, job)
 
     async def watch(self, job: Job, send: Send) -> None:
         """Send a job's rounds until it ends."""
-        self._watchers += 1
-        try:
-            with self._driver.watching(job) as watcher:
-                await start_answer(send)
-                async for found in watcher.rounds(_PING):
-                    if found is None:
-                        await send_part(send, PING)
-                    else:
-                        await send_event(send, describe(*found, self._model.tokenizer))
-                await send_event(send, {"ended": True})
-                await send_part(send, b"", more=False)
-        finally:
-            self._watchers -= 1
+        with self._driver.watching(job) as watcher:
+            await start_answer(send)
+            async for found in watcher.rounds(_PING):
+                if found is None:
+                    await send_part(send, PING)
+                else:
+                    await send_event(send, describe(*found, self._model.tokenizer))
+            await send_event(send, {"ended": True})
+            await send_part(send, b"", more=False)
+
+    def left(self) -> None:
+        """One watcher less."""
+        self._watchers -= 1
 
 
 class Rounds:
@@ -137,6 +138,7 @@ class Rounds:
             for task in done:
                 task.result()
         finally:
+            self._live.left()
             for task in tasks:
                 task.cancel()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import http.client
 import itertools
 import json
@@ -9,10 +11,16 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from kdtp.__main__ import main
+from kdtp.server.errors import ApiError
+from kdtp.server.journal import Job
+from kdtp.server.live import Live
+from kdtp.server.watcher import Watcher
+from kdtp.types import SamplingParams
 from tests import browser
 from tests.browser import Browser
 from tests.processes import TINY, until
@@ -129,6 +137,28 @@ def test_the_rounds_of_a_request_and_what_it_has_cost(ready, asking):
     for choice in (1, -1, "9" * 5000, "x"):
         status, answer, _ = ready.call("GET", f"/v1/requests/{entry['id']}/{choice}/rounds")
         assert (status, answer["error"]["code"]) == (404, "request_not_found")
+
+
+def test_no_more_watchers_than_there_may_be():
+    job = Job((1,), SamplingParams(), print, id="mine")
+    driver = SimpleNamespace(jobs=lambda: [job], watching=lambda job: contextlib.nullcontext(Watcher()))
+    live = Live(None, driver)
+    request = SimpleNamespace(path_params={"id": "mine", "choice": "0"})
+
+    async def leave():
+        return {"type": "http.disconnect"}
+
+    async def ignore(message):
+        pass
+
+    async def main():
+        there = [await live.rounds(request) for _ in range(16)]  # all in one turn, before any of them runs
+        with pytest.raises(ApiError, match="16 watchers are there already"):
+            await live.rounds(request)
+        await there[0]({}, leave, ignore)
+        await live.rounds(request)
+
+    asyncio.run(main())
 
 
 def test_an_open_request_tells_its_acceptance(ready, asking):
