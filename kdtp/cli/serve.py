@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 from pathlib import Path
 
-from kdtp import log
+from kdtp import log, pair
 from kdtp.cli.answer import find_tokenizer
 from kdtp.cli.flags import add_engine_flags, engine_config
 from kdtp.config import ConfigError
@@ -74,14 +75,15 @@ def run(chosen: argparse.Namespace) -> int:
         Options(chosen.strict_params, chosen.keep_alive, chosen.api_key_file is not None),
     )
     bound = bind(chosen.host, chosen.port)  # a taken port is told before anything is read
-    checked = plan(engine_config(chosen))
+    config = engine_config(chosen)
+    checked = plan(config)
     if checked.config.drafter.name == "oracle":
         raise ConfigError("drafter = 'oracle': knows only the model file's own prompt; must be none, ngram or dflash")
     for note in checked.notes:
         logger.info("%s", note)
     tokenizer = find_tokenizer(checked.config, checked.model.vocab_size, needed=True)
     assert tokenizer is not None
-    name = chosen.served_model_name or Path(checked.config.model).stem
+    name = chosen.served_model_name or served_name(config.model)
     usual = defaults.read(Path(checked.config.model)) if chosen.generation_config else {}
     if usual:
         logger.info("sampling by default: %s", ", ".join(f"{key} {value}" for key, value in usual.items()))
@@ -103,6 +105,18 @@ def _check(chosen: argparse.Namespace) -> None:
     ):
         if not legal:
             raise ValueError(f"--{flag} {value}: must be {want}")
+    name = chosen.served_model_name
+    if name is not None and not (name.strip() == name != "" and name.isprintable()):
+        raise ValueError(f"--served-model-name {name!r}: must be printable, not empty, no space at an end")
+    for host in chosen.allowed_host:
+        if not re.fullmatch(r"[\w.-]+|\[[\da-fA-F:.]+\]", host):
+            raise ValueError(f"--allowed-host {host!r}: must be a name or an address, without scheme and port")
+
+
+def served_name(model: str) -> str:
+    """What a model is called unless told otherwise: its folder's name, its file's without the suffix, or "pair"."""
+    path = Path(model).absolute()
+    return model if model == pair.NAME else path.name if path.is_dir() else path.stem
 
 
 def _keys(path: Path) -> tuple[str, ...]:
