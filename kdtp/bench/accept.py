@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,13 +63,18 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Point:
-    """One way at one temperature: the cost of each prompt's text, and the texts that parted from plain decoding."""
+    """One way at one temperature: the cost of each prompt's text, and the texts that parted from plain decoding.
+
+    busy: processor time of this process in `busy_rounds` rounds, in seconds: other programs are not in it.
+    """
 
     way: Way
     temperature: float
     usages: Sequence[Usage]
     ranks: Ranks
     parted: Sequence[int]
+    busy: float
+    busy_rounds: int
 
     def figures(self) -> dict[str, Any]:
         """Tokens per round (mean and standard deviation over the prompts), decoding speed, milliseconds per round."""
@@ -88,6 +94,7 @@ class Point:
             "most": round(max(each), 4),
             "tokens_per_second": round(1e3 * tokens / spent, 2),
             "round_ms": round(spent / rounds, 3),
+            "round_cpu_ms": round(1e3 * self.busy / max(self.busy_rounds, 1), 3),
             **{f"{stage}_ms": round(ms / rounds, 3) for stage, ms in stages.items()},
             "taken_by_depth_and_rank": self.ranks.shares(),
             "equal_to_plain": len(self.usages) - len(self.parted),
@@ -154,14 +161,21 @@ class Bench:
 
     def _measure(self, engine: Engine, way: Way, temperature: float) -> tuple[Point, list[tuple[int, ...]]]:
         """Each prompt alone, so that a round is one text's."""
-        ranks, usages, texts = Ranks(), [], []
+        ranks, usages, texts, busy, busy_rounds = Ranks(), [], [], 0.0, 0
         engine.generate([self.prompts[0]], self._params(0, temperature, min(_WARM_UP, self.tokens)))
         for i, prompt in enumerate(self.prompts):
             params = self._params(i, temperature, self.tokens)
-            (done,) = engine.generate([prompt], params, on_round=lambda index, shown: ranks.add(shown))
+            ends: list[float] = []  # of rounds
+
+            def shown(index: int, found: Round, ends: list[float] = ends) -> None:
+                ends.append(time.process_time())
+                ranks.add(found)
+
+            (done,) = engine.generate([prompt], params, on_round=shown)
             usages.append(done.usage)
             texts.append(done.tokens)
-        return Point(way, temperature, usages, ranks, ()), texts
+            busy, busy_rounds = busy + ends[-1] - ends[0], busy_rounds + len(ends) - 1
+        return Point(way, temperature, usages, ranks, (), busy, busy_rounds), texts
 
     def _params(self, index: int, temperature: float, tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=tokens, temperature=temperature, seed=self.seed + index, ignore_eos=True)

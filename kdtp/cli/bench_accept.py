@@ -177,7 +177,7 @@ def _speeds(points: Sequence[Mapping[str, Any]]) -> Any:
     from rich.table import Table
 
     table = Table("drafter", "method")
-    for name in ("budget", "tokens/round", "sd", "x chain", "ms/round", "draft ms", "tokens/s", "x AR"):
+    for name in ("budget", "tokens/round", "sd", "x chain", "ms/round", "cpu ms", "draft ms", "tokens/s", "x AR"):
         table.add_column(name, justify="right")
     plain = points[0]["tokens_per_second"]
     chains = {point["drafter"]: point["tokens_per_round"] for point in points if point["method"] == "chain"}
@@ -191,6 +191,7 @@ def _speeds(points: Sequence[Mapping[str, Any]]) -> Any:
             f"{point['spread']:.2f}",
             f"{point['tokens_per_round'] / chain:.2f}" if chain else "",
             f"{point['round_ms']:.1f}",
+            f"{point['round_cpu_ms']:.1f}",
             f"{point['draft_ms']:.1f}",
             f"{point['tokens_per_second']:.0f}",
             f"{point['tokens_per_second'] / plain:.2f}",

@@ -46,11 +46,11 @@ def test_figures_of_a_point():
     stages = {"prefill": 500.0, "draft": 20.0, "verify": 70.0, "commit": 10.0}
     usages = [Usage(10, 0, 9, rounds=r, forwards=r + 1, committed=8, timings_ms=stages) for r in (2, 8)]
     way = accept.Way("x", "tree", 6, DrafterConfig("ngram"))
-    found = accept.Point(way, 0.5, usages, accept.Ranks(), [1]).figures()
+    found = accept.Point(way, 0.5, usages, accept.Ranks(), [1], 0.3, 6).figures()
     assert (found["tokens_per_round"], found["least"], found["most"]) == (2.5, 1.0, 4.0)
     assert found["spread"] == pytest.approx(2.1213) and found["tokens_per_second"] == 80.0
     assert (found["round_ms"], found["draft_ms"], found["verify_ms"]) == (20.0, 4.0, 14.0)
-    assert found["equal_to_plain"] == 1 and found["prompts"] == 2
+    assert found["equal_to_plain"] == 1 and found["prompts"] == 2 and found["round_cpu_ms"] == 50.0
 
 
 def test_prompts_come_from_many_modules():
@@ -99,6 +99,7 @@ def test_everything_in_small(corpus, tmp_path, capsys):
     points = {(p["drafter"], p["method"], p["temperature"]): p for p in found["points"]}
     assert len(points) == 14 and all(p["equal_to_plain"] == 2 for p in points.values())
     assert points["none", "AR", 0.0]["tokens_per_round"] == 1.0
+    assert all(0.1 < p["round_cpu_ms"] < 1000 for p in points.values())
     tree = points["dflash=pair", "tree", 0.0]
     assert tree["budget"] == 6 and tree["tokens_per_round"] > 1.5 and tree["draft_ms"] > 0
     assert 0.3 < sum(tree["taken_by_depth_and_rank"][0]) <= 1
