@@ -103,6 +103,9 @@ async def read_body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # any web page may post text to a server on this machine
         raise ApiError(415, f"content-type = {kind[:100]!r}: must be application/json")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise ApiError(415, f"content-encoding = {coding[:100]!r}: must be identity or absent")
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT):

@@ -147,6 +147,8 @@ class Model:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs = true", "top_logprobs")
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if body.max_completion_tokens == 0:
+            raise ApiError(400, "max_completion_tokens = 0: must be at least 1", "max_completion_tokens")
         if most is None:
             most = max(1, self._room() - len(prompt))
         grammar = self._grammar(body, is_thinking(self.tokenizer, prompt))
@@ -195,6 +197,10 @@ class Model:
             if len(prompt) > self.context:
                 text = f"prompt: {len(prompt)} tokens, but the model's context is {self.context}"
                 raise ApiError(400, text, "prompt", "context_length_exceeded")
+        size = self.plan.model.vocab_size
+        for i, token in enumerate(body.stop_token_ids or ()):
+            if token >= size:
+                raise ApiError(400, f"stop_token_ids[{i}] = {token}: must be below {size}", f"stop_token_ids[{i}]")
         stops = frozenset(body.stop_token_ids or ())
         if not body.ignore_eos:
             stops |= self.tokenizer.stop_ids
@@ -234,7 +240,8 @@ def stop_strings(body: Sampling) -> list[str]:
 def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     biases = {}
     for name, bias in given.items():
-        if not (name.isascii() and name.isdecimal() and int(name) < vocab_size):
+        # "01" is no id: beside "1" it would be lost.
+        if not (name.isascii() and name.isdecimal() and name == str(int(name)) and int(name) < vocab_size):
             raise ApiError(400, f"logit_bias[{name!r}]: must be a token id below {vocab_size}", "logit_bias")
         biases[int(name)] = bias
     return biases
@@ -278,7 +285,9 @@ def _message(where: str, given: Message) -> dict[str, Any]:
 def _text(where: str, given: Message) -> str:
     assert isinstance(given.content, list)
     for i, part in enumerate(given.content):
-        if part.type != "text" or part.text is None:
-            at = f"{where}.content[{i}]"
-            raise ApiError(400, f"{at}.type = {part.type[:64]!r}: must be 'text', with a text", f"{at}.type")
+        at = f"{where}.content[{i}]"
+        if part.type != "text":
+            raise ApiError(400, f"{at}.type = {part.type[:64]!r}: must be 'text'", f"{at}.type")
+        if part.text is None:
+            raise ApiError(400, f"{at}.text: is missing", f"{at}.text")
     return "\n".join(part.text or "" for part in given.content)

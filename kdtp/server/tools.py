@@ -46,8 +46,10 @@ def must_call(given: Sequence[Tool] | None, choice: Choice) -> Must | None:
 
 def _functions(given: Sequence[Tool] | None) -> list[dict[str, Any]]:
     for i, tool in enumerate(given or ()):
-        if tool.type != "function" or tool.function is None:
+        if tool.type != "function":
             raise ApiError(400, f"tools[{i}].type = {tool.type[:64]!r}: must be 'function'", f"tools[{i}].type")
+        if tool.function is None:
+            raise ApiError(400, f"tools[{i}].function: is missing", f"tools[{i}].function")
     return [_filled(tool.function) for tool in given or ()]
 
 

@@ -305,7 +305,11 @@ def test_tokenize_and_back(ready):
         ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
         ("/v1/completions", {"prompt": "x", "stop": ["x"] * 33}, "stop"),
         ("/v1/completions", {"prompt": "x", "stop": ""}, "stop"),
-        ("/v1/completions", {"prompt": "x", "stop_token_ids": [512]}, "stop_token_ids"),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": [511, 512]}, "stop_token_ids[1]"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"05": 1}}, "logit_bias"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"9" * 21: 1}}, "logit_bias"),
+        ("/v1/completions", {"prompt": "x", "best_of": True}, "best_of"),
+        ("/v1/completions", {"prompt": "x", "return_token_ids": True}, "return_token_ids"),
         ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
         ("/v1/completions", {"prompt": "x", "best_of": 2}, "best_of"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
@@ -319,6 +323,8 @@ def test_tokenize_and_back(ready):
             "messages[0].content[0].type",
         ),
         ("/v1/chat/completions", {"messages": ASKED, "tools": [{"type": "custom"}]}, "tools[0].type"),
+        ("/v1/chat/completions", {"messages": ASKED, "tools": [{"type": "function"}]}, "tools[0].function"),
+        ("/v1/chat/completions", {"messages": ASKED, "max_completion_tokens": 0}, "max_completion_tokens"),
         ("/v1/chat/completions", {"messages": ASKED, "tool_choice": "required"}, "tool_choice"),
         ("/v1/chat/completions", {"messages": ASKED, "tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
         (
@@ -396,6 +402,18 @@ def test_unknown_fields_of_messages_are_told_unless_empty(ready):
     body = {"messages": messages, "max_tokens": 1}
     status, _, headers = ready.call("POST", "/v1/chat/completions", body)
     assert status == 200 and headers["x-kdtp-ignored-fields"] == "messages[].prefix"
+
+
+def test_unknown_fields_of_tools_are_told(ready):
+    tool = {"type": "function", "cache": 1, "function": {"name": "f", "parameters": {}, "examples": []}}
+    body = {"messages": ASKED, "max_tokens": 1, "tools": [tool, TOOL]}
+    status, _, headers = ready.call("POST", "/v1/chat/completions", body)
+    assert status == 200 and headers["x-kdtp-ignored-fields"] == "tools[].cache, tools[].function.examples"
+
+
+def test_a_body_that_is_packed_is_refused(ready):
+    status, answer, _ = ready.call("POST", "/v1/completions", {"prompt": "x"}, **{"Content-Encoding": "gzip"})
+    assert status == 415 and "content-encoding = 'gzip'" in answer["error"]["message"]
 
 
 def test_the_document_says_what_is_accepted(ready):

@@ -9,7 +9,7 @@ import pytest
 from kdtp.config import EngineConfig
 from kdtp.engine.plan import plan
 from kdtp.server import defaults
-from kdtp.server.bodies import ChatBody, CompletionBody, Message
+from kdtp.server.bodies import ChatBody, CompletionBody, Message, decode
 from kdtp.server.errors import ApiError
 from kdtp.server.prompts import Model
 from kdtp.text import template
@@ -88,3 +88,19 @@ def test_effort_is_what_the_template_makes_of_it(parts, tmp_path):
     reads = model(parts, chat(text_folders.deepseek(tmp_path / "c"), source))
     texts = [reads.tokenizer.decode(reads.chat_ids(ChatBody(**body, reasoning_effort=e))) for e in (None, "low")]
     assert [text.rpartition(" ")[2] for text in texts] == ["usual", "low"]
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (b'{"prompt": "x", "n": 129}', "n = 129: Expected `int` <= 128"),
+        (b'{"prompt": "x", "seed": %s}' % (b"9" * 5000), f"seed = {'9' * 40}…: Integer value out of range"),
+        (b'{"prompt": [[1, 2], [3, "\\n"]]}', r'prompt[1][1] = "\n": Expected `int`, got `str`'),
+        (b'{"prompt": "x", "stop": {}}', "stop: Expected `str | array | null`, got `object`"),
+        (b'{"prompt": "x", "logit_bias": {"1": "a"}}', "logit_bias[...]: Expected `float`, got `str`"),
+    ],
+)
+def test_an_error_names_field_and_value(body, words):
+    with pytest.raises(ApiError) as caught:
+        decode(body, CompletionBody)
+    assert caught.value.message == words and caught.value.status == 400
