@@ -85,7 +85,8 @@ class Engine:
 
         speculate=False decodes plainly whatever the drafter: the tokens are the same. on_tokens: called as tokens
         are decided, with the prompt's index; once it returns True, that request ends with finish_reason "cancelled".
-        on_round: called with each tree that was verified, before its tokens.
+        on_round: called with the trees that were verified, before their tokens; an engine of several processes may
+        have run the first ones before it hears of the wish.
         """
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):

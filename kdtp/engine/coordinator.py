@@ -85,6 +85,7 @@ class Coordinator:
             self.counters["cancels_of_unknown"] += 1
             return None
         self._commit([], [request])
+        self.watched.forget(request.id)
         return Event(Finished(request.id, "cancelled", request.usage()))
 
     def watch(self, request_id: int, rounds: int) -> None:
@@ -137,6 +138,9 @@ class Coordinator:
             self.widths.learn(rows, grown, outcomes, self._spent)
         self._book(plan.turns)
         shown = self.watched.events(plan.turns, rows, grown, outcomes, self._spent) if self.watched else []
+        for outcome in outcomes:
+            if outcome.ended:
+                self.watched.forget(outcome.request.id)
         return shown + [event for outcome in outcomes for event in outcome.events(logits, self.model.vocab_size)]
 
     def _make_way(self, plan: Step) -> None:
@@ -239,7 +243,6 @@ class Coordinator:
         if moves or released:
             self.fleet.commit(moves, released)
         for request in ended:
-            self.watched.forget(request.id)
             self._close(request)
 
     def _close(self, request: Request) -> None:

@@ -40,6 +40,13 @@ def test_generate_and_stream(tp):
         plain = made.generate([(1, 2, 3)], PARAMS, speculate=False, want_logits=True)[0]
         assert plain.tokens == other.tokens and plain.logits.shape == (24, 512)
         assert [int(row.argmax()) for row in plain.logits] == list(plain.tokens)
+        rounds = []
+        (shown,) = made.generate([GOLDEN.prompt], PARAMS, on_round=lambda index, each: rounds.append((index, each)))
+        assert shown.tokens == GOLDEN.tokens and (len(rounds) == 3 or tp > 1)
+        for index, each in rounds:
+            found = (*(each.tokens[node] for node in each.path[1:]), each.bonus)
+            there = GOLDEN.tokens[each.position :][: len(found)]  # what is behind the last one asked for is not told
+            assert index == 0 and there and there == found[: len(there)]
         each = made.generate([GOLDEN.prompt] * 2, [PARAMS, SamplingParams(max_tokens=3)])
         assert [len(c.tokens) for c in each] == [24, 3]
 
