@@ -33,6 +33,7 @@ from kdtp.watch import Watch
 
 MAX_REQUEST = 16 << 20  # bytes of one client message
 _GRACE = 2.0  # seconds; what the engine itself finds out comes first
+_LAST_WORDS = 200  # milliseconds; what the engine said before it ended may come behind the news of its end
 _MAX_PROBLEM = 500  # characters of a complaint sent back
 
 Reply = tuple[FromEngine, bytes | None]
@@ -231,7 +232,7 @@ class Client:
     def _pump(self, seconds: float) -> None:
         """Wait for messages and sort them; EngineDead when the engine shows no life."""
         ready = dict(self._poller.poll(int(seconds * 1000)))
-        if self._socket in ready:
+        if self._socket in ready or (self._engine in ready and self._socket.poll(_LAST_WORDS)):
             self._heard = time.monotonic()
             for frames in self._frames():
                 self._sort(self._decoder.decode(frames[0]), frames[1] if len(frames) > 1 else None)

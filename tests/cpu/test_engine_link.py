@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 import time
 
 import msgspec
@@ -333,6 +336,32 @@ def test_an_engine_says_how_long_it_may_be_silent(context, folder):
     assert asked and all(query.usages for query in asked), "also those that are sent because nothing came"
     client.close()
     server.close(0)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_last_words_may_come_behind_the_news_of_the_end(context, folder, told):
+    """The engine has sent them, but a thread of ZeroMQ's still has to read them."""
+    engine = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    server = Server(context, rundir.endpoint(folder, "rpc"))
+    client = Client(rundir.endpoint(folder, "rpc"))
+    request = client.submit((1,), SamplingParams())
+    got = []
+    until(lambda: got.extend(submits(server)) or got)
+    server.send(got[0][0], msgspec.structs.replace(status(request, request), pid=engine.pid))
+    client.status()
+    engine.communicate()
+    last = threading.Timer(0.05, lambda: told and server.send(got[0][0], Failed(request, "engine", "rank 1 ended")))
+    last.start()
+    try:
+        if told:
+            assert [message.message for message, _ in client.events(request)] == ["rank 1 ended"]
+        else:
+            with pytest.raises(EngineDead, match="the engine has ended"):
+                list(client.events(request))
+    finally:  # or the context's end would wait for ever
+        last.join()
+        client.close()
+        server.close(0)
 
 
 def test_a_client_that_left_is_noticed_on_the_next_message(context, folder):
