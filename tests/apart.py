@@ -21,6 +21,8 @@ from typing import NoReturn
 import psutil
 import pytest
 
+from kdtp.engine import guard
+
 _END, _NOTE = 10.0, 3.0  # seconds for processes to be ended, and for what they do to be noted
 _RAISED, _SKIPPED = 1, 2
 
@@ -82,6 +84,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _told(call: Callable[[], object], words: int) -> int:
+    guard.end_with_parent(os.getppid())
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     try:
         call()

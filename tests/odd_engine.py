@@ -1,11 +1,16 @@
-"""`kdtp engine` whose workers sum one way: python -m tests.odd_engine WAY --model ... ; WAY as in tests/odd_rank.py."""
+"""`kdtp engine` whose workers sum one way: python -m tests.odd_engine WAY --model ... ; WAY as in tests/odd_rank.py.
+
+It ends with who started it.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from kdtp import __main__
+from kdtp.engine import guard
 from launcher import group
 
 
@@ -18,5 +23,6 @@ class OddGroup(group.Group):
 
 
 if __name__ == "__main__":
+    guard.end_with_parent(os.getppid())
     group.Group = OddGroup  # type: ignore[misc]
     sys.exit(__main__.main(["engine", *sys.argv[2:]]))
