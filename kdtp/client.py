@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,17 +21,54 @@ _CONNECT = 10.0  # seconds
 
 
 class EndpointError(RuntimeError):
-    """The endpoint refused, failed, or could not be reached. status: of HTTP; 0 if there was none."""
+    """The endpoint refused, failed, or could not be reached. status: of HTTP; 0 if there was none.
+
+    What it says is not for the terminal to obey: control characters are escaped.
+    """
 
     def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
         self.status = status
 
 
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+    kdtp: dict[str, Any] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+
+
+class _Card(msgspec.Struct):
+    id: str
+    vocab_size: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: Annotated[list[_Card], msgspec.Meta(min_length=1)]
+
+
 def read_key(path: Path | None) -> str | None:
-    """The first key in a file, or the one in the environment (KDTP_API_KEY). ValueError for a file without one."""
+    """The first key in a file, or the one in the environment (KDTP_API_KEY). ValueError for a file without one, or for
+    what cannot be sent."""
     if path is None:
-        return os.environ.get(KEY_VARIABLE)
+        key = os.environ.get(KEY_VARIABLE)
+        if key is not None and not re.fullmatch("[!-~]*", key):
+            raise ValueError(f"${KEY_VARIABLE}: must be printable ASCII without spaces")
+        return key
     try:
         lines = path.read_text(encoding="ascii").split()
     except (OSError, UnicodeDecodeError) as error:
@@ -56,6 +94,14 @@ class Endpoint:
         self._name = parts.netloc.rpartition("@")[2]
         self._key, self._silence = key, silence
 
+    async def model(self) -> tuple[str, int]:
+        """Name and vocabulary (0 if it is not said) of the first model. EndpointError."""
+        try:
+            card = msgspec.convert(await self.get("/v1/models"), _Cards).data[0]
+        except msgspec.ValidationError as error:
+            raise EndpointError(f"{self._name}/v1/models: tells no model: {error}") from None
+        return card.id, card.vocab_size or 0
+
     async def get(self, path: str) -> Any:
         """The JSON of a path. EndpointError."""
         async with self._asked("GET", path, None) as (_, answer):
@@ -76,6 +122,7 @@ class Endpoint:
                     event = msgspec.json.decode(data, type=dict[str, Any])
                     if "error" in event:
                         raise EndpointError(_message(event), 200)
+                    msgspec.convert(event, _Event)
                     yield event
 
     @asynccontextmanager
@@ -99,6 +146,8 @@ class Endpoint:
             yield head, answer
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, asyncio.LimitOverrunError) as error:
             raise EndpointError(f"{self._name}{path}: the answer broke off: {error or type(error).__name__}") from None
+        except ValueError as error:  # a length that is no number, an event that is none
+            raise EndpointError(f"{self._name}{path}: cannot be understood: {error}") from None
         finally:
             writer.close()
 

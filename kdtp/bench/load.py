@@ -81,8 +81,10 @@ async def run(endpoint: Endpoint, load: Load, tell: Callable[[Record], object] =
     due, records, tasks = 0.0, [], []
 
     async def one(body: dict[str, Any], record: Record) -> None:
-        await _one(endpoint, body, record, began, load.timeout)
-        room.release()
+        try:
+            await _one(endpoint, body, record, began, load.timeout)
+        finally:
+            room.release()
         tell(record)
 
     for body in load.bodies():

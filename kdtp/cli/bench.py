@@ -129,13 +129,13 @@ def _check(chosen: argparse.Namespace) -> None:
 async def _measure(endpoint: Endpoint, chosen: argparse.Namespace) -> tuple[Load, list[Record]]:
     from dataclasses import replace
 
-    card = (await endpoint.get("/v1/models"))["data"][0]
+    name, size = await endpoint.model()
     texts = _texts(chosen.prompts)
-    size = chosen.vocab_size or card.get("vocab_size", 0)
+    size = chosen.vocab_size or size
     if not texts and size < 1:
         raise ValueError("--vocab-size: the endpoint does not say how many ids there are; give it, or --prompts")
     load = Load(
-        model=chosen.model or card["id"],
+        model=chosen.model or name,
         requests=chosen.requests,
         concurrency=chosen.concurrency,
         rate=chosen.rate,

@@ -27,7 +27,7 @@ def run(chosen: argparse.Namespace) -> int:
     _refuse_local(chosen)
     endpoint = Endpoint(chosen.url, read_key(chosen.api_key_file))
     try:
-        model = getattr(chosen, "engine.model", None) or asyncio.run(endpoint.get("/v1/models"))["data"][0]["id"]
+        model = getattr(chosen, "engine.model", None) or asyncio.run(endpoint.model())[0]
     except EndpointError as error:
         print(f"kdtp chat: {error}", file=sys.stderr)
         return 70

@@ -166,3 +166,47 @@ def test_a_quantile_lies_among_the_values_and_rises(values, percent):
     found = quantile(values, percent)
     assert min(values) <= found <= max(values) and quantile(values, 0) == min(values)
     assert found <= quantile(values, 100) == max(values)
+
+
+ODD_EVENTS = (
+    b"{nope",
+    b"[1]",
+    b'{"choices": "x"}',
+    b'{"choices": [{"delta": 5}]}',
+    b'{"choices": [{"delta": {"content": 5}}]}',
+    b'{"usage": {"completion_tokens": "many"}}',
+)
+
+
+@pytest.mark.parametrize("event", ODD_EVENTS)
+def test_an_event_that_is_none_fails_its_request_and_no_other(event):
+    """A load ends, although the next request waits for the place of this one."""
+    data = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: " + event + b"\n\n"
+
+    async def main():
+        async with answering(data) as endpoint, asyncio.timeout(5):
+            return await run(endpoint, Load("m", requests=3, concurrency=1, vocab_size=9))
+
+    records = asyncio.run(main())
+    assert len(records) == 3 and all("/v1/completions: cannot be understood: " in r.error for r in records)
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[1]", b'{"data": []}', b'{"data": [{}]}'])
+def test_an_endpoint_that_tells_no_model(body):
+    async def main():
+        async with answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body) as endpoint:
+            await endpoint.model()
+
+    with pytest.raises(EndpointError, match="/v1/models: tells no model: "):
+        asyncio.run(main())
+
+
+def test_what_an_endpoint_says_is_nothing_that_a_terminal_obeys():
+    assert str(EndpointError("a\x1b[31m\x07\u202eé")) == r"a\x1b[31m\x07\u202eé"
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a b", "ключ"])
+def test_a_key_that_cannot_be_sent(monkeypatch, key):
+    monkeypatch.setenv("KDTP_API_KEY", key)
+    with pytest.raises(ValueError, match=r"^\$KDTP_API_KEY: must be printable ASCII"):
+        read_key(None)
