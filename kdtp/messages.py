@@ -185,11 +185,11 @@ ToEngine = Submit | Cancel | Watch | StatusQuery | ShutdownQuery
 class Usage(Struct, frozen=True, forbid_unknown_fields=True):
     """What one request cost. Tokens are counted as emitted, after every cut.
 
-    cached_tokens: of the prompt's, found in the prefix cache when it was admitted; preemptions: how often it lost its
-    rows and ran its text again; rounds: verify forwards; forwards: those and the prefill chunks; committed: the sum
-    over rounds of the rows that were kept, root included, and whose token was emitted; drafted_by_depth /
-    accepted_by_depth: rounds in which a node of depth d + 1 was offered / accepted; timings_ms: by stage, whole rounds
-    this request took part in.
+    cached_tokens: of the prompt's, found in the prefix cache when it was admitted; queued_ms: until then; preemptions:
+    how often it lost its rows and ran its text again; rounds: verify forwards; forwards: those and the prefill chunks;
+    committed: the sum over rounds of the rows that were kept, root included, and whose token was emitted;
+    drafted_by_depth / accepted_by_depth: rounds in which a node of depth d + 1 was offered / accepted; timings_ms: by
+    stage, whole rounds this request took part in.
     """
 
     prompt_tokens: int = 0
@@ -202,6 +202,7 @@ class Usage(Struct, frozen=True, forbid_unknown_fields=True):
     drafted_by_depth: tuple[int, ...] = ()
     accepted_by_depth: tuple[int, ...] = ()
     timings_ms: dict[str, float] = {}
+    queued_ms: float = 0.0
 
 
 class Tokens(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -264,8 +265,8 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     kept for what they hold; counters: what was counted since the start. upto: of the query; open: this client's open
     requests at that time. A label up to `upto` that is not open has had its terminal event, or the event was lost
     because this client did not read. usages: of those that have run, if asked for; stage_ms: time of all steps by
-    stage; accepted: rounds in which 0, 1, 2 … draft tokens were accepted; patience: seconds for which the engine may
-    say nothing from now on. One that comes unasked says that this is to be longer than usual.
+    stage; accepted: rounds in which 0, 1, 2 … draft tokens were accepted; tallies: how often each "tree_nodes",
+    "tree_depth" and "step_rows" came; patience: seconds of silence that may come; unasked: more than usual.
     """
 
     upto: Count
@@ -291,6 +292,7 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     usages: dict[Count, Usage] = {}
     stage_ms: dict[str, float] = {}
     accepted: tuple[Count, ...] = ()
+    tallies: dict[str, dict[Count, Count]] = {}
     patience: float = 60.0
 
 

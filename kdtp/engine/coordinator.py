@@ -53,6 +53,7 @@ class Coordinator:
         self.watched = Watched()
         self.seconds = dict.fromkeys(STAGES[1:], 0.0)  # of all steps
         self.accepted: Counter[int] = Counter()  # rounds by draft tokens accepted
+        self.tallies: dict[str, Counter[int]] = {name: Counter() for name in ("tree_nodes", "tree_depth", "step_rows")}
         self.widths: Widths | None = None  # of the budget
         self._compile = compile_
         self._spent: dict[str, float] = {}
@@ -122,6 +123,7 @@ class Coordinator:
         with self._stage("build"):
             grown = self._grow(plan.turns, proposals)
             rows = [self._rows(turn, grown) for turn in plan.turns]
+        self.tallies["step_rows"][sum(len(r.tokens) for r in rows)] += 1
         with self._stage("verify"):
             want_logits = any(turn.request.want_logits for turn in plan.turns)
             answer, logits = self.fleet.forward(rows, begun, want_logits)
@@ -231,6 +233,8 @@ class Coordinator:
         request.count_round(depth, matched)
         if depth:
             self.accepted[matched] += 1
+            self.tallies["tree_nodes"][len(rows.tokens) - 1] += 1
+            self.tallies["tree_depth"][depth] += 1
             self.counters["rounds"] += 1
             self.counters["drafted"] += len(rows.tokens) - 1
             self.counters["accepted"] += matched

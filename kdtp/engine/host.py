@@ -240,6 +240,7 @@ class Host:
             stage_ms={stage: round(seconds * 1e3, 3) for stage, seconds in coordinator.seconds.items()},
             patience=config.stall_timeout if self._state == "loading" else config.step_timeout,
             accepted=tuple(coordinator.accepted[n] for n in range(max(coordinator.accepted, default=-1) + 1)),
+            tallies={name: dict(counts) for name, counts in coordinator.tallies.items()},
         )
 
     def _usages(self, client: bytes) -> dict[int, Usage]:

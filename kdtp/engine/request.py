@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,6 +53,8 @@ class Request:
     begun: bool = False
     untold: int = 0
     # What it has cost.
+    submitted: float = field(default_factory=time.monotonic)
+    queued: float = 0.0
     cached: int = 0
     preemptions: int = 0
     rounds: int = 0
@@ -176,4 +179,5 @@ class Request:
             drafted_by_depth=tuple(self.drafted),
             accepted_by_depth=tuple(self.accepted),
             timings_ms=milliseconds,
+            queued_ms=round(self.queued * 1e3, 3),
         )

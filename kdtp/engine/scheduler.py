@@ -234,6 +234,7 @@ class Scheduler:
         request.kept = len(hits)
         if not request.preemptions:
             request.cached = request.start
+            request.queued = time.monotonic() - request.submitted
         self.counters["prefix_queries"] += request.goal
         self.counters["prefix_hits"] += request.start
         insort(self.running, request, key=lambda r: r.rank)

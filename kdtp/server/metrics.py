@@ -14,6 +14,11 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _PER_ROUND = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)
 _COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+_TALLIES = {  # of the engine's steps: how they are called here, and their bounds
+    "tree_nodes": ("tree_nodes", (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)),
+    "tree_depth": ("tree_depth", tuple(range(1, 17))),
+    "step_rows": ("iteration_tokens_total", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
+}
 _DROPPED = ("malformed", "stranger", "stale", "malformed_rpc", "unreachable_client")
 STATES = ("loading", "ready", "restarting", "draining", "dead")
 KIND = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,8 +37,10 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
-    def lines(self, name: str) -> Iterator[str]:
+    def family(self, name: str) -> Iterator[str]:
         """As Prometheus reads it: cumulative."""
+        name = f"kdtp:{name}"
+        yield f"# TYPE {name} histogram"
         total = 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -56,6 +63,7 @@ class Metrics:
             "request_prompt_tokens": Histogram(_COUNTS),
             "request_generation_tokens": Histogram(_COUNTS),
             "request_params_max_tokens": Histogram(_COUNTS),
+            "request_queue_time_seconds": Histogram(_SECONDS),
             "request_prefill_time_seconds": Histogram(_SECONDS),
             "request_decode_time_seconds": Histogram(_SECONDS),
             "request_tokens_per_round": Histogram(_PER_ROUND),
@@ -94,6 +102,7 @@ class Metrics:
         self.counts["spec_decode_num_drafts"] += usage.drafted_by_depth[0] if usage.drafted_by_depth else 0
         self.counts["spec_decode_num_accepted_tokens"] += sum(usage.accepted_by_depth)
         self.accepted.update(dict(enumerate(usage.accepted_by_depth)))
+        self.histograms["request_queue_time_seconds"].add(usage.queued_ms / 1e3)
         prefill = usage.timings_ms.get("prefill", 0.0)
         self.histograms["request_prefill_time_seconds"].add(prefill / 1e3)
         self.histograms["request_decode_time_seconds"].add((sum(usage.timings_ms.values()) - prefill) / 1e3)
@@ -118,8 +127,7 @@ class Metrics:
         per = _labelled("position", self.accepted)
         lines += _family("spec_decode_num_accepted_tokens_per_pos_total", "counter", per)
         for name, histogram in self.histograms.items():
-            lines.append(f"# TYPE kdtp:{name} histogram")
-            lines += histogram.lines(f"kdtp:{name}")
+            lines += histogram.family(name)
         return "\n".join(lines) + "\n"
 
 
@@ -140,6 +148,8 @@ def _gauges(status: Status | None, state: str, ratio: float) -> Iterator[str]:
     }
     for name, value in gauges.items():
         yield from _family(name, "gauge", {"": value})
+    up = dict.fromkeys(range(status.tp), int(status.state == "ready"))  # an engine that loses a rank is no more
+    yield from _family("worker_up", "gauge", _labelled("rank", up))
     counters = status.counters
     for name, key in (
         ("prefix_cache_queries", "prefix_queries"),
@@ -154,6 +164,11 @@ def _gauges(status: Status | None, state: str, ratio: float) -> Iterator[str]:
     yield from _family("dropped_frames_total", "counter", _labelled("reason", dropped))
     seconds = {stage: round(ms / 1e3, 6) for stage, ms in status.stage_ms.items()}
     yield from _family("step_stage_seconds_total", "counter", _labelled("stage", seconds))
+    for key, (name, bounds) in _TALLIES.items():
+        histogram = Histogram(bounds)
+        for value, times in status.tallies.get(key, {}).items():
+            histogram.add(value, times)
+        yield from histogram.family(name)
     yield from _family(
         "accepted_path_length_rounds_total", "counter", _labelled("length", dict(enumerate(status.accepted)))
     )

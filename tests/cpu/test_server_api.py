@@ -533,6 +533,9 @@ def test_metrics_and_open_requests(ready, client):
     assert more("time_to_first_token_seconds_count") == more("e2e_request_latency_seconds_count") == 2
     assert more('request_prompt_tokens_bucket{le="+Inf"}') == 2 == more('request_prompt_tokens_bucket{le="16"}')
     assert after['kdtp:engine_state{state="ready"}'] == 1 and after["kdtp:load_progress_ratio"] == 1
+    assert more("request_queue_time_seconds_count") >= 1 and after['kdtp:worker_up{rank="0"}'] == 1
+    for name in ("iteration_tokens_total_count", "tree_nodes_sum", "tree_depth_sum"):  # the engine's, a second old
+        until(lambda: figures(ready)[f"kdtp:{name}"] > before[f"kdtp:{name}"], 5, name)  # noqa: B023
     stream = golden(client, prompt=[3, 4], max_tokens=400, stream=True, extra_body={"speculate": False})
     next(iter(stream))
     (open_one,) = ready.call("GET", "/v1/requests")[1]["data"]

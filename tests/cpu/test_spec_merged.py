@@ -98,11 +98,11 @@ def paths_of(grown):
 @given(networks(), tries(), st.integers(0, 30), st.integers(0, 5))
 def test_a_merged_tree_has_the_best_of_both(network, lookup, budget, max_depth):
     merged = Merged(network, lookup)
-    grown, every = tree.build(merged, 9, budget, max_depth), all_paths(merged, max_depth)
+    (grown, scores), every = tree.grow("tree", merged, 9, budget, max_depth), all_paths(merged, max_depth)
     paths = paths_of(grown)
     assert len(paths) == min(budget, len(every)) and len(set(paths)) == len(paths)
     assert [every[path] for path in paths] == sorted(every.values(), reverse=True)[: len(paths)]
-    assert tree.scores(merged, grown) == [0.0] + [every[path] for path in paths]
+    assert scores == [0.0] + [every[path] for path in paths]
 
 
 @PROPERTY
@@ -118,8 +118,8 @@ def test_each_alone_is_part_of_the_merged(network, lookup, budget, max_depth):
 def test_a_seeded_tree_is_the_chain_and_the_best_others(proposal, budget, max_depth):
     chain, grown = (paths_of(f(proposal, 9, budget, max_depth)) for f in (tree.chain, tree.seeded))
     assert grown[: len(chain)] == chain
-    everything = tree.build(proposal, 9, 10**6, max_depth)
-    score = dict(zip(paths_of(everything), tree.scores(proposal, everything)[1:], strict=True))
+    everything, scores = tree.grow("tree", proposal, 9, 10**6, max_depth)
+    score = dict(zip(paths_of(everything), scores[1:], strict=True))
     others = sorted((s for path, s in score.items() if path not in chain), reverse=True)
     assert [score[path] for path in grown[len(chain) :]] == others[: max(0, budget - len(chain))]
 

@@ -8,6 +8,7 @@ const WINDOW = 30;  // looks over which rates are taken
 const PAUSE = 150;  // milliseconds between two trees: eyes are slower than rounds
 let key = "";  // in memory alone
 let looks = [];
+let next;  // the timer of the next look
 let watching = null;  // {id, choice, stop}
 let newest = null, drawn = 0, paused = false, said = [];
 
@@ -24,6 +25,7 @@ class Refused extends Error {}
 // ---------------------------------------------------------------- once a second
 
 async function look() {
+  clearTimeout(next);  // a key was given while one was due
   let wait = 1000;
   try {
     const status = await (await ask("/v1/status")).json();
@@ -37,7 +39,8 @@ async function look() {
     state("unreachable", error.message);
     wait = 3000;
   }
-  setTimeout(look, wait);
+  clearTimeout(next);
+  next = setTimeout(look, wait);
 }
 
 function lock() {
