@@ -116,18 +116,8 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linear_mma_kernel(const Lin
     }
   }
 
-  float* const sums = reinterpret_cast<float*>(shared);  // [kParts, kRows, kPadded]
-  __syncthreads();                                       // x is no longer read
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-    float* to = sums + (part * Tile::kRows + 8 * n + 2 * t) * Tile::kPadded + 16 * out_warp + g;
-    to[0] = sum[n][0], to[Tile::kPadded] = sum[n][1], to[8] = sum[n][2], to[Tile::kPadded + 8] = sum[n][3];
-  }
-  const bool alone = gridDim.x == 1;
-  if (alone) __syncthreads();
-  else cluster_barrier();
-  join<Tile>(p, sums, row0, head, out0);
-  if (!alone) cluster_leave();  // a block's memory lives as long as others read it
+  __syncthreads();  // x is no longer read
+  finish<Tile>(p, sum, reinterpret_cast<float*>(shared), row0, head, out0);
 }
 
 }  // namespace kdtp

@@ -54,4 +54,24 @@ __device__ __forceinline__ void join(const Linear& p, const float* sums, int row
   }
 }
 
+// The end of a kernel: its warps lay their partial sums of tiles of 8 rows into `sums` [kParts, kRows, kPadded], where
+// nobody reads or writes anything else any more, and the blocks of the cluster join them.
+template <class Tile, int kTiles>
+__device__ __forceinline__ void finish(const Linear& p, const float (&sum)[kTiles][4], float* sums, int row0, int head,
+                                       int out0) {
+  constexpr int kOutWarps = Tile::kOuts / 16;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const int row = warp / kOutWarps * Tile::kRows + 8 * n + 2 * t;
+    float* const to = sums + row * Tile::kPadded + 16 * (warp % kOutWarps) + g;
+    to[0] = sum[n][0], to[Tile::kPadded] = sum[n][1], to[8] = sum[n][2], to[Tile::kPadded + 8] = sum[n][3];
+  }
+  const bool alone = gridDim.x == 1;
+  if (alone) __syncthreads();
+  else cluster_barrier();
+  join<Tile>(p, sums, row0, head, out0);
+  if (!alone) cluster_leave();  // a block's memory lives as long as others read it
+}
+
 }  // namespace kdtp
