@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kdtp.config import DrafterConfig, EngineConfig, ModelConfig
+from kdtp.engine.api import Completion
 from kdtp.engine.coordinator import Coordinator
 from kdtp.engine.plan import plan
 from kdtp.engine.request import Request
 from kdtp.proposals import Proposal
+from kdtp.types import SamplingParams
 from reference.dflash import DFlashConfig
 from tests.dflash_cases import V1, V2, draw, shapes, write_folder
 from tests.harness import NONE, Harness
@@ -97,3 +99,22 @@ def drafts(
         while not coordinator.idle:
             coordinator.step()
     return found, coordinator
+
+
+def accepted_alike(
+    loaded: Loaded,
+    plain: Sequence[Completion],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    drafters: Iterable[DrafterConfig],
+    **engine: Any,
+) -> int:
+    """Each drafter gives plain decoding's tokens and bits, and drafts if it has a budget -> draft tokens accepted."""
+    accepted = 0
+    for drafter in drafters:
+        done = loaded.harness(drafter).run(prompts, params, drafter, **engine)
+        for got, want in zip(done, plain, strict=True):
+            assert got.tokens == want.tokens and got.logits.tobytes() == want.logits.tobytes(), drafter
+            accepted += sum(got.usage.accepted_by_depth)
+            assert bool(got.usage.drafted_by_depth) == (drafter.budget > 0)
+    return accepted

@@ -23,7 +23,7 @@ from kdtp.model.weights.safetensors import CheckpointError
 from kdtp.types import SamplingParams
 from reference.cache import Cache
 from reference.norm import rms_norm
-from tests.dflash import Loaded, drafter_folder, drafts, random_text, settings
+from tests.dflash import Loaded, accepted_alike, drafter_folder, drafts, random_text, settings
 from tests.dflash_cases import V1, V2
 from tests.harness import NONE, Harness
 from tests.processes import TINY
@@ -68,14 +68,8 @@ def check_drafts(loaded, version, temperature, all_changes, size=14):
     prompts = [random_text(i, size) for i, size in enumerate((1, 20, 30))]
     prompts[2] *= 3  # which the lookup finds
     plain = loaded.harness(loaded.settings(version)).run(prompts, params)
-    accepted = 0
-    for changes in all_changes:
-        drafter = loaded.settings(version, **changes)
-        done = loaded.harness(drafter).run(prompts, params, drafter, prefill_chunk=64, max_batch=2)
-        for got, want in zip(done, plain, strict=True):
-            assert got.tokens == want.tokens and got.logits.tobytes() == want.logits.tobytes(), changes
-            accepted += sum(got.usage.accepted_by_depth)
-            assert bool(got.usage.drafted_by_depth) == (drafter.budget > 0)
+    drafters = (loaded.settings(version, **changes) for changes in all_changes)
+    accepted = accepted_alike(loaded, plain, prompts, params, drafters, prefill_chunk=64, max_batch=2)
     assert accepted > 3, accepted
 
 

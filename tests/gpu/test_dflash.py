@@ -11,32 +11,16 @@ import torch
 from kdtp.engine.request import Request
 from kdtp.model.weights import kdtr
 from kdtp.types import SamplingParams
-from reference.config import ModelConfig, to_metadata
+from reference.config import to_metadata
 from reference.weights import random_weights
-from tests.dflash import Loaded, drafts, random_text
+from scripts import gen_model_ref
+from tests.dflash import Loaded, accepted_alike, drafts, random_text
 from tests.gpu.conftest import missing
 from tests.paths import TINY, V3
 
 pytestmark = pytest.mark.timeout(300)
 # As model_tiny, with few tokens, so that random drafts are accepted now and then.
-SMALL = ModelConfig(
-    vocab_size=53,
-    hidden_size=256,
-    num_hidden_layers=3,
-    first_k_dense_replace=1,
-    num_attention_heads=4,
-    q_lora_rank=0,
-    kv_lora_rank=64,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=32,
-    intermediate_size=256,
-    moe_intermediate_size=32,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    n_shared_experts=1,
-    max_position_embeddings=4000,
-)
+SMALL = dataclasses.replace(gen_model_ref.TINY.config, vocab_size=53, num_hidden_layers=3, max_position_embeddings=4000)
 WAYS = [(dtype, graphs) for dtype in ("float32", "bfloat16") for graphs in (True, False)]
 
 
@@ -75,14 +59,9 @@ def test_any_draft_gives_the_text_and_the_bits_of_plain_decoding(loaded, version
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=3)
     prompts = [random_text(i, size) for i, size in enumerate((1, 20, 90, 200))]
     plain = loaded.harness().run(prompts, params)
-    accepted = 0
-    for changes in ({}, {"shape": "chain"}, {"budget": 7}, {"window": 16}, {"budget": 0}):
-        drafter = loaded.settings(version, **changes)
-        done = loaded.harness(drafter).run(prompts, params, drafter, prefill_chunk=64, max_batch=3)
-        for got, want in zip(done, plain, strict=True):
-            assert got.tokens == want.tokens and got.logits.tobytes() == want.logits.tobytes(), changes
-            accepted += sum(got.usage.accepted_by_depth)
-            assert bool(got.usage.drafted_by_depth) == (drafter.budget > 0)
+    ways = ({}, {"shape": "chain"}, {"budget": 7}, {"window": 16}, {"budget": 0})
+    drafters = (loaded.settings(version, **changes) for changes in ways)
+    accepted = accepted_alike(loaded, plain, prompts, params, drafters, prefill_chunk=64, max_batch=3)
     with capsys.disabled():
         print(f"{version} T={temperature}: {accepted} draft tokens accepted")
     assert accepted > 3, accepted
