@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from kdtp.config import DrafterConfig, EngineConfig, ModelConfig
-from kdtp.engine.api import Completion
 from kdtp.engine.coordinator import Coordinator
 from kdtp.engine.plan import plan
 from kdtp.engine.request import Request
@@ -19,7 +18,7 @@ from kdtp.proposals import Proposal
 from kdtp.types import SamplingParams
 from reference.dflash import DFlashConfig
 from tests.dflash_cases import V1, V2, draw, shapes, write_folder
-from tests.harness import NONE, Harness
+from tests.harness import NONE, Done, Harness
 
 BASES = {"v1": V1, "v2": V2}
 
@@ -103,7 +102,7 @@ def drafts(
 
 def accepted_alike(
     loaded: Loaded,
-    plain: Sequence[Completion],
+    plain: Sequence[Done],
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     drafters: Iterable[DrafterConfig],
