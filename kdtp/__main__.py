@@ -44,8 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: Sequence[str]) -> int:
     if given[:1] in (["engine"], ["serve"]):
+        from kdtp.engine import guard
+
         # A service that is told to end has ended in good order, also when it had only begun to import.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in guard.ending_signals():
             signal.signal(number, lambda *_: os._exit(0))
     try:
         chosen = _parser(given).parse_args(given)

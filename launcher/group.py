@@ -81,7 +81,8 @@ class Group:
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
         signal.set_wakeup_fd(self._wakeup_send.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+                signal.signal(number, self._on_signal)
 
     def run(self) -> int:
         """Wait for the end, see to it that nothing is left, and return the exit code: 0 for an orderly end."""

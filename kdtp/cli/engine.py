@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Run until told to end (SIGTERM, Ctrl-C, RPC shutdown: code 0) or broken (code 70)."""
+    """Run until told to end (SIGTERM, SIGHUP, Ctrl-C, RPC shutdown: code 0) or broken (code 70)."""
     log.setup("launcher", chosen.log_level, chosen.log_format)
     checked = plan(engine_config(chosen))
     config = checked.config
@@ -40,7 +40,7 @@ def run(chosen: argparse.Namespace) -> int:
         guard.leave(0)
 
     # Until there are children to look after, an end is just an end; importing torch takes a while.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in guard.ending_signals():
         signal.signal(number, leave)
     if chosen.end_with_stdin:
         threading.Thread(target=_end_with_stdin, name="stdin-watch", daemon=True).start()

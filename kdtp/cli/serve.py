@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Serve until told to end (SIGTERM, Ctrl-C: code 0) or until the engine has died too often (code 70)."""
+    """Serve until told to end (SIGTERM, SIGHUP, Ctrl-C: code 0) or until the engine has died too often (code 70)."""
     try:
         from kdtp.server import defaults
         from kdtp.server.app import Options

@@ -34,6 +34,12 @@ def end_with_parent(parent: int) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """What ends a service in good order. A hangup too, unless it has been ignored from the start, as nohup does."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return signal.SIGTERM, signal.SIGINT, *hangup
+
+
 def leave(code: int) -> NoReturn:
     """End this process now: torch's teardown takes longer than an orderly end should, and may wait for dead peers."""
     sys.stdout.flush()

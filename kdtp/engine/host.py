@@ -276,8 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         logger.error("%s", error)
         return 2
-    signal.signal(signal.SIGTERM, host.stop)
-    signal.signal(signal.SIGINT, host.stop)
+    for number in guard.ending_signals():
+        signal.signal(number, host.stop)
     return host.run()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 
 import uvicorn
 
+from kdtp.engine import guard
 from kdtp.log import logger
 from kdtp.server.app import Endpoint, Options
 from kdtp.server.connection import Connection
@@ -26,7 +26,7 @@ _LAST_WORDS = 2.0  # seconds for the last answers to leave
 
 @dataclass(frozen=True)
 class Settings:
-    """keys: of the API; shutdown_timeout: seconds for open requests after SIGTERM; most_restarts within
+    """keys: of the API; shutdown_timeout: seconds for open requests once told to end; most_restarts within
     restart_window seconds before the service gives up; hosts: names that requests may call this server by, beside its
     address."""
 
@@ -67,7 +67,7 @@ async def serve(bound: socket.socket, model: Model, settings: Settings) -> int:
     def told() -> None:
         (hurry if ended.is_set() else ended).set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in guard.ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, told)
     driver = Driver(model.plan, settings.most_restarts, settings.restart_window, ended.set)
     gate = Gate(Endpoint(model, driver, settings.options).app(), settings.keys, _hosts(bound, settings))

@@ -180,7 +180,7 @@ while True:
         assert len(engine.text()) < 100_000, "a line for every frame"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_told_to_end_while_generating(tmp_path, number):
     with Running(tmp_path) as engine:
         requests = start_long(engine, 2)

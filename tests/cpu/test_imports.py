@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 
 JOINED = ("kdtp.messages", "kdtp.watch", "kdtp.drafting", "kdtp.grammar", "kdtp.proposals")
 COMMON = ("kdtp.types", "kdtp.config", "kdtp.log", "kdtp.files")
-CLIENT_SIDE = ("kdtp.engine.rpc", "kdtp.engine.child", "kdtp.engine.plan")  # no torch
+CLIENT_SIDE = ("kdtp.engine.rpc", "kdtp.engine.child", "kdtp.engine.plan", "kdtp.engine.guard")  # no torch
 DRAFTERS = tuple(f"kdtp.draft.{name}" for name in ("ngram", "oracle", "none", "dflash.drafter"))
 ALLOWED = {  # a module or package, and the modules and packages of this repository it may import beside itself
     "kdtp.version": (),

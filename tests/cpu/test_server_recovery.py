@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+from contextlib import contextmanager
 
 import openai
 import pytest
@@ -68,12 +70,12 @@ def test_a_full_queue_and_an_end_by_two_signals(tmp_path):
         short, long = Reader(service, GREEDY | {"max_tokens": 30}), Reader(service, SAMPLED | {"max_tokens": 500})
         until(lambda: long.chunks and short.chunks, 30, "under way")
         service.family()
-        service.process.terminate()
+        service.process.send_signal(signal.SIGHUP)
         until(lambda: service.health()[1]["state"] == "draining", 2, "draining")
         assert service.call("POST", "/v1/completions", {"prompt": "x"})[0] == 503
         short.join(30)
         assert short.reasons() == ["length"] and short.error is None
-        service.process.terminate()  # a second time: now
+        service.process.terminate()  # a second signal: now
         assert service.process.wait(8) == 0
         long.join(5)
         assert "told to end" in str(long.error) and long.reasons() == []
@@ -89,13 +91,28 @@ def test_a_taken_port_and_an_end_while_loading(tmp_path):
         assert "Traceback" not in service.text()
 
 
+@contextmanager
+def nohup():
+    """What is started meanwhile does not hear of hangups."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_killed_server_leaves_nothing_and_its_port_is_free(tmp_path):
+    """And a hangup, for one that nohup has started, is nothing to any of its processes."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    with Service(tmp_path / "a", tp=2) as first:
+    with nohup(), Service(tmp_path / "a", tp=2) as first:
         reader = Reader(first, GREEDY | {"max_tokens": 490})
         until(lambda: reader.chunks, 30, "under way")
-        first.family()
+        for process in first.family():
+            process.send_signal(signal.SIGHUP)
+        under_way(reader)
+        health = first.health()[1]
+        assert (health["state"], health["restarts"]) == ("ready", 0)
         first.process.kill()
         until(lambda: not [p for p in first.seen if p.is_running() and p.status() != "zombie"], 5, "all of it gone")
         reader.join(5)
