@@ -26,12 +26,13 @@ class LlMatcher:
 
     @property
     def error(self) -> str:
-        """Why nothing is allowed any more: a limit of the grammar's cost was reached."""
-        return str(self._matcher.get_error())
+        """Why nothing is allowed any more: a limit of the grammar's cost was reached, or no text leads to an end."""
+        return str(self._matcher.get_error()).partition("\n")[0] if self._matcher.is_error() else ""
 
     def mask(self) -> bytes:
         """Of the ids that may come next."""
-        return b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
+        mask: bytes = self._matcher.compute_bitmask()
+        return b"" if self._matcher.is_error() else mask
 
     def advance(self, token: int) -> None:
         """Go on by an allowed token."""

@@ -237,8 +237,8 @@ class Finished(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 class Failed(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The request's terminal event when it could not be served.
 
-    code: "invalid" (the request), "no_token" (its logits hold NaN, or its rules leave nothing), "shutdown", or "engine"
-    (a rank died, hung or diverged).
+    code: "invalid" (the request, also when its rules leave no token after some), "no_token" (its logits hold NaN),
+    "shutdown", or "engine" (a rank died, hung or diverged).
     request is None when the message that failed had no readable label.
     """
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from kdtp.config import EngineConfig, ModelConfig
 from kdtp.draft.base import Ask, Drafter, Kept
 from kdtp.engine.fleet import Fleet
+from kdtp.engine.limits import no_choice
 from kdtp.engine.outcome import Event, Outcome, Picked, parts
 from kdtp.engine.pages import PagePool
 from kdtp.engine.request import STAGES, Request
@@ -68,7 +69,8 @@ class Coordinator:
     # ------------------------------------------------------------------ requests
 
     def submit(self, request: Request) -> None:
-        """Queue a request: ValueError or QueueFull as of Scheduler.submit; ValueError for a grammar."""
+        """Queue a request: ValueError or QueueFull as of Scheduler.check; ValueError for a grammar, or for rules that
+        leave it no first token."""
         self.scheduler.check(request)
         if request.params.grammar is not None:
             if self._compile is None:
@@ -76,6 +78,8 @@ class Coordinator:
             request.matcher = self._compile(request.params.grammar)
             request.stops |= request.matcher.ends
             request.follow(request.tokens)
+        if request.params.max_tokens and (problem := no_choice(request, self.model.vocab_size)):
+            raise ValueError(problem)
         self.scheduler.submit(request)
         self.counters["requests"] += 1
 

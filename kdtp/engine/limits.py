@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import reduce
 
 from kdtp.config import EngineConfig, ModelConfig
 from kdtp.engine.pages import pages_for
@@ -33,6 +34,40 @@ def check_request(request: Request, config: EngineConfig, model: ModelConfig) ->
     if need > have:
         amounts = f"prompt of {len(request.prompt)} and max_tokens {request.params.max_tokens}"
         raise ValueError(f"{amounts} need {need} KV pages, the cache has {have}")
+
+
+def no_choice(request: Request, vocab_size: int) -> str:
+    """Why the rules of a request leave no id for its next token: the rules that do; empty if they leave one."""
+    params, matcher = request.params, request.matcher
+    everything = (1 << vocab_size) - 1
+    rules = {}  # the ids that each one leaves
+    if matcher is not None:
+        rules["grammar"] = int.from_bytes(matcher.mask(), "little") & everything
+        if matcher.error:
+            return f"grammar: cannot be followed: {matcher.error}"
+    if params.allowed_tokens:
+        rules["allowed_tokens"] = _bits(params.allowed_tokens)
+    if params.banned_tokens:
+        rules["banned_tokens"] = everything & ~_bits(params.banned_tokens)
+    if len(request.tokens) < params.min_tokens:
+        rules["min_tokens"] = everything & ~_bits(request.stops)  # no end yet
+    if reduce(int.__and__, rules.values(), everything):
+        return ""
+    first, *others = _at_fault(rules, everything)
+    return f"{first}: leaves no token" + f" beside {' and '.join(others)}" * bool(others)
+
+
+def _at_fault(rules: dict[str, int], everything: int) -> list[str]:
+    """Those without which there would be a choice; all, if no single one is to blame."""
+    without = {name: [ids for other, ids in rules.items() if other != name] for name in rules}
+    return [name for name in rules if reduce(int.__and__, without[name], everything)] or list(rules)
+
+
+def _bits(ids: Collection[int]) -> int:
+    bits = bytearray(max(ids, default=0) // 8 + 1)
+    for token in ids:
+        bits[token >> 3] |= 1 << (token & 7)
+    return int.from_bytes(bits, "little")
 
 
 def _check_given(request: Request, model: ModelConfig) -> None:

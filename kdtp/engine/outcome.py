@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kdtp.engine.limits import no_choice
 from kdtp.engine.request import Request
 from kdtp.engine.scheduler import Turn
 from kdtp.messages import Failed, Finished, Ids, Scored, Tokens
@@ -80,7 +81,7 @@ class Outcome(NamedTuple):
             position = len(request.tokens) - len(self.emitted)
             yield Event(Tokens(request.id, position, tuple(self.emitted), known, shape), raw)
         if self.broken:
-            yield Event(Failed(request.id, "no_token", self._problem()))
+            yield Event(self._failed(vocab_size))
         elif self.reason is not None:
             yield Event(Finished(request.id, self.reason, request.usage()))
 
@@ -88,14 +89,12 @@ class Outcome(NamedTuple):
         places = [self.picked.first + at for at in self.at]
         return b"".join(logits[i * row : (i + 1) * row] for i in places)
 
-    def _problem(self) -> str:
-        request = self.request
-        if request.matcher is not None and request.matcher.error:
-            return f"the grammar could not be followed after {len(request.tokens)} tokens: {request.matcher.error}"
+    def _failed(self, vocab_size: int) -> Failed:
+        request, after = self.request, f"after {len(self.request.tokens)} tokens"
+        if problem := no_choice(request, vocab_size):
+            return Failed(request.id, "invalid", f"{problem}, {after}")
         cause = "the model's logits hold NaN"
-        if request.rule.edits or request.matcher is not None:
-            cause += ", or its rules leave none"
-        return f"no token at position {request.start}, after {len(request.tokens)} tokens: {cause}"
+        return Failed(request.id, "no_token", f"no token at position {request.start}, {after}: {cause}")
 
 
 def _best(logprobs: Sequence[Logprob], count: int | None) -> tuple[Logprob, ...]:

@@ -45,8 +45,7 @@ def invalid(error: ValueError, param: str | None = None) -> ApiError:
     text = str(error)
     found = re.match(r"([a-z_]+)(?:\[\d+\])? *[=:]", text)
     name = found.group(1) if found else None
-    if name in _NAMES:
-        text = _NAMES[name] + text[len(name) :]
+    text = re.sub(rf"\b({'|'.join(_NAMES)})\b", lambda known: _NAMES[known.group()], text)
     return ApiError(400, text, param or _NAMES.get(name or "", name))
 
 

@@ -156,7 +156,7 @@ def test_the_tokenizer_is_read_once_and_may_be_read_ahead(folder, tmp_path, monk
 
 
 class Failing:
-    """A grammar that reaches a limit at its third mask."""
+    """A grammar that reaches a limit at its fourth mask."""
 
     ends = frozenset({0})
 
@@ -165,7 +165,7 @@ class Failing:
 
     def mask(self):
         self.masks += 1
-        self.error = "too complex" if self.masks > 2 else ""
+        self.error = "too complex" if self.masks > 3 else ""
         return b"" if self.error else b"\xff" * 64
 
     def advance(self, token):
@@ -183,8 +183,35 @@ def test_a_grammar_that_fails_fails_its_own_request(engine):
     ends = {}
     while not coordinator.idle:
         ends |= {event.message.request: event.message for event in coordinator.step()}
-    assert isinstance(ends[1], Failed) and ends[1].message.endswith("after 2 tokens: too complex")
+    assert isinstance(ends[1], Failed) and ends[1].message == "grammar: cannot be followed: too complex, after 2 tokens"
     assert ends[2].reason == "length"
+
+
+def test_rules_that_leave_nothing_are_named(engine, tokenizer):
+    """At once where it is known at once, else with the request's end."""
+    coordinator = engine.coordinator(NONE)
+    end, letter, digit = min(tokenizer.stop_ids), *(tokenizer.encode(c)[0] for c in "A7")
+    nothing, letters = Grammar("lark", 'start: a\na: a "x"'), Grammar("regex", "A{3}")
+    for rules, words in (
+        ({"grammar": nothing}, "grammar: cannot be followed: NoExtensionBias"),
+        ({"grammar": letters, "allowed_tokens": (digit, end)}, "grammar: leaves no token beside allowed_tokens"),
+        ({"grammar": Grammar("regex", "()"), "min_tokens": 2}, "grammar: leaves no token beside min_tokens"),
+        (
+            {"allowed_tokens": (4, 5), "banned_tokens": (4, 5, 6)},
+            "allowed_tokens: leaves no token beside banned_tokens",
+        ),
+        ({"allowed_tokens": (4,), "min_tokens": 1, "stop_tokens": (4,)}, "allowed_tokens: .* beside min_tokens"),
+        ({"banned_tokens": tuple(range(512))}, "banned_tokens: leaves no token$"),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}"):
+            coordinator.submit(Request(1, (1,), SamplingParams(max_tokens=9, **rules)))
+        assert coordinator.idle
+    many = [i for i in range(512) if tokenizer.token_bytes(i).strip(b"A") == b""]  # and no end
+    coordinator.submit(Request(1, (1,), SamplingParams(max_tokens=9, grammar=letters, allowed_tokens=tuple(many))))
+    while not coordinator.idle:
+        last = coordinator.step()[-1].message
+    assert (type(last), last.code) == (Failed, "invalid")
+    assert re.fullmatch("grammar: leaves no token beside allowed_tokens, after [1-3] tokens", last.message)
 
 
 class Words:

@@ -257,6 +257,20 @@ def test_a_json_schema_is_kept_after_thinking(client):
     assert answer.finish_reason == "stop" and json.loads(answer.message.content)["name"] in ("Rom", "Bonn")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_rules_that_do_not_go_together(client, stream):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [71]}}}
+    given = {"model": "tiny", "messages": ASKED, "response_format": form, "stream": stream}
+    seven, three = (TOKENIZER.encode(c)[0] for c in "73")
+    with pytest.raises(openai.BadRequestError, match="leaves no token beside allowed_token_ids") as refused:
+        client.chat.completions.create(**given, extra_body={"allowed_token_ids": [three]})
+    assert refused.value.param == "response_format"
+    with pytest.raises(openai.APIError, match="beside allowed_token_ids, after 1 tokens") as late:  # noqa: PT012
+        done = client.chat.completions.create(**given, extra_body={"allowed_token_ids": [seven]})
+        assert len(list(done)) > 1
+    assert late.value.param == "response_format" and late.value.type == "invalid_request_error"
+
+
 def test_a_json_schema_is_kept(client):
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
