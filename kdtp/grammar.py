@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from kdtp.text.schemas import endless
 from kdtp.types import Grammar
 
 if TYPE_CHECKING:
@@ -104,6 +106,8 @@ class Grammars:
         matcher = llguidance.LLMatcher(tokens, text, log_level=0)
         if matcher.is_error():
             raise ValueError(f"grammar: {grammar.kind}: {matcher.get_error().strip()}")
+        if grammar.kind == "json_schema" and (loop := endless(json.loads(grammar.text))):
+            raise ValueError(f"grammar: json_schema: no value of it ever ends: {loop}")
         return LlMatcher(matcher, self._ends)
 
     @staticmethod

@@ -171,8 +171,8 @@ class Endpoint:
         usage = bool(body.stream_options and body.stream_options.include_usage)
         name = f"{form.prefix}-{request.state.id.removeprefix('req-')}"
         stream, ping = bool(body.stream), self._options.keep_alive
-        forced = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
-        grammar = "tools" if forced else "response_format"
+        tools = isinstance(body, ChatBody) and body.tools and body.tool_choice != "none"
+        grammar = "tools" if tools else "response_format"
         style = Style(name, self._model.name, self._fingerprint, stream, usage, ping, grammar)
         return Answer(self._driver, asks, choices, body.n or 1, form, style)
 

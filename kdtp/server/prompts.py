@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -164,15 +164,16 @@ class Model:
             assert self.template is not None
             form = find_format(self.tokenizer, self.template.source)
             if form is None:
-                raise ApiError(400, f"tool_choice: {self.name} has no form of tool calls that is known", "tool_choice")
+                field = "tools[].function.strict" if called.free else "tool_choice"
+                raise ApiError(400, f"{field}: {self.name} has no form of tool calls that is known", field)
             before = sum(len(message.tool_calls or ()) for message in body.messages)
-            text = forced.calls(self.tokenizer, form, called.functions, before, called.most, thinking)
-            return _limited("lark", text, "tools")
+            calls = self.tokenizer, form, called.functions, before, called.most, thinking, called.free
+            return _limited("lark", lambda: forced.calls(*calls), "tools")
         if schema is None:
             return None
         if thinking:
-            return _limited("lark", forced.after_thinking(self.tokenizer, schema), "response_format")
-        return _limited("json_schema", msgspec.json.encode(schema).decode(), "response_format")
+            return _limited("lark", lambda: forced.after_thinking(self.tokenizer, schema), "response_format")
+        return _limited("json_schema", lambda: msgspec.json.encode(schema).decode(), "response_format")
 
     def asks_completion(self, body: CompletionBody) -> list[Ask]:
         """The choices that a completion request asks for: n for each prompt, in that order."""
@@ -259,7 +260,11 @@ def _schema(form: ResponseFormat | None) -> Mapping[str, Any] | None:
     return schema
 
 
-def _limited(kind: Literal["json_schema", "lark"], text: str, field: str) -> Grammar:
+def _limited(kind: Literal["json_schema", "lark"], make: Callable[[], str], field: str) -> Grammar:
+    try:
+        text = make()
+    except TextError as error:
+        raise ApiError(400, f"{field}: {error}", field) from None
     if len(text) > MOST_GRAMMAR:
         raise ApiError(400, f"{field}: a grammar of {len(text)} characters: must be at most {MOST_GRAMMAR}", field)
     return Grammar(kind, text)

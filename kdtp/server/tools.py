@@ -16,10 +16,11 @@ Function = Mapping[str, Any]
 
 
 class Must(NamedTuple):
-    """Which functions are to be called, and how often at most."""
+    """Which functions are to be called, and how often at most; free: if any is called at all."""
 
     functions: Sequence[Function]
     most: int
+    free: bool = False
 
 
 def shown(given: Sequence[Tool] | None, choice: Choice) -> list[dict[str, Any]] | None:
@@ -29,10 +30,11 @@ def shown(given: Sequence[Tool] | None, choice: Choice) -> list[dict[str, Any]] 
 
 
 def must_call(given: Sequence[Tool] | None, choice: Choice) -> Must | None:
-    """What the answer must be made of, if tool_choice says so."""
-    if choice in (None, "none", "auto"):
-        return None
+    """What the answer must be made of, if tool_choice says so; or its calls, if it may have any and one is strict."""
     functions = _functions(given)
+    if choice in (None, "none", "auto"):
+        strict = choice != "none" and any(function.get("strict") for function in functions)
+        return Must([_loose(function) for function in functions], MOST_CALLS, free=True) if strict else None
     if not functions:
         raise ApiError(400, "tool_choice: needs tools", "tool_choice")
     if not isinstance(choice, NamedTool):
@@ -42,6 +44,11 @@ def must_call(given: Sequence[Tool] | None, choice: Choice) -> Must | None:
     if not named:
         raise ApiError(400, f"tool_choice.function.name = {name[:64]!r}: is none of the tools", "tool_choice")
     return Must(named[:1], 1)
+
+
+def _loose(function: Function) -> Function:
+    """Any arguments at all, unless it is strict."""
+    return function if function.get("strict") else {"name": function["name"]}
 
 
 def _functions(given: Sequence[Tool] | None) -> list[dict[str, Any]]:

@@ -215,7 +215,7 @@ def called(done, stream: bool) -> tuple[list[tuple[str, str]], str, str]:
     """(name, arguments) of each call, the content, and why it ended."""
     if not stream:
         message = done.choices[0].message
-        calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
+        calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
         return calls, message.content or "", done.choices[0].finish_reason
     calls, content, reason = [], "", ""
     for chunk in done:
@@ -241,6 +241,23 @@ def test_a_tool_that_must_be_called_is_called(client, stream):
         assert choice == "required" or [name for name, _ in calls] == ["city"]
         for name, text in calls:
             assert json.loads(text) in ([{}] if name == "look" else [{"name": "Rom"}, {"name": "Bonn"}])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_strict_tool_is_called_as_it_says_or_not_at_all(client, stream):
+    strict = CITY | {"function": CITY["function"] | {"strict": True}}
+    given = {"model": "tiny", "messages": ASKED, "tools": [TOOL, strict], "temperature": 0, "stream": stream}
+    spaces = {str(TOKENIZER.encode(c)[0]): -100 for c in "\t\n\r "}
+    begin = {str(TOKENIZER.controls["<｜tool▁calls▁begin｜>"]): 100, str(TOKENIZER.encode("c")[0]): 50}
+    done = client.chat.completions.create(**given, max_tokens=400, logit_bias=spaces | begin)
+    calls, _, reason = called(done, stream)
+    assert reason == "tool_calls" and {name for name, _ in calls} == {"city"}
+    assert all(json.loads(text)["name"] in ("Rom", "Bonn") for _, text in calls)
+    _, content, reason = called(client.chat.completions.create(**given, max_tokens=5), stream)
+    assert content and reason == "length"
+    strict["function"]["parameters"] = {"$ref": "#"}
+    with pytest.raises(openai.BadRequestError, match="tools: city: no value of its schema ever ends: # -> #"):
+        client.chat.completions.create(**given)
 
 
 def test_a_json_schema_is_kept_after_thinking(client):
@@ -282,10 +299,11 @@ def test_a_json_schema_is_kept(client):
     assert answer.finish_reason == "stop" and json.loads(answer.message.content) in ({"a": 1}, {"a": 2})
     with pytest.raises(openai.BadRequestError, match="beside tools"):
         client.chat.completions.create(**given, tools=[TOOL])
-    form["json_schema"]["schema"] = {"type": "nonsense"}
-    with pytest.raises(openai.BadRequestError, match="nonsense") as refused:
-        client.chat.completions.create(**given)
-    assert refused.value.param == "response_format"
+    for schema, words in (({"type": "nonsense"}, "nonsense"), ({"$ref": "#"}, "ever ends: # -> #")):
+        form["json_schema"]["schema"] = schema
+        with pytest.raises(openai.BadRequestError, match=words) as refused:
+            client.chat.completions.create(**given)
+        assert refused.value.param == "response_format"
 
 
 def test_tokenize_and_back(ready):

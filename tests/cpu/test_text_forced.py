@@ -11,7 +11,19 @@ import pytest
 from kdtp.grammar import Grammars
 from kdtp.spec.grammar import allows
 from kdtp.text import forced
-from kdtp.text.calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI, AnswerParser, Arguments, CallBegin, CallEnd, Reasoning
+from kdtp.text.calls import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    KIMI,
+    AnswerParser,
+    Arguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Reasoning,
+)
+from kdtp.text.files import TextError
+from kdtp.text.schemas import endless
 from kdtp.text.stream import TextStream
 from kdtp.text.tokenizer import load
 from kdtp.types import Grammar
@@ -86,6 +98,53 @@ def test_calls_and_nothing_else(model, thinking):
         left = [d for d in deltas if not isinstance(d, CallBegin | Arguments | CallEnd)]
         assert all(isinstance(d, Reasoning) or not d.text.strip() for d in left), "only thinking, and it before"
     assert len(seen) == 2
+
+
+def test_calls_that_may_come_behind_any_text(model):
+    form, tokenizer, grammars = model
+    text = forced.calls(tokenizer, form, TOOLS, first=0, most=2, thinking=False, free=True)
+    calls, content, thought = 0, 0, 0
+    for seed in range(16):
+        ids = walk(tokenizer, grammars, text, seed, tokenizer.controls[form.section_begin if seed % 4 else "<think>"])
+        deltas = parsed(tokenizer, form, False, ids)
+        begun = [d for d in deltas if isinstance(d, CallBegin)]
+        for call in begun:
+            said = "".join(d.text for d in deltas if isinstance(d, Arguments) and d.index == call.index)
+            assert call.name in ("look_up", TOOLS[1]["name"]) and (json.loads(said) == {}) == (call.name != "look_up")
+        calls, content = calls + len(begun), content + any(isinstance(d, Content) for d in deltas)
+        thought += any(isinstance(d, Reasoning) for d in deltas)
+    assert calls > 4 and content > 4 and thought
+
+
+SELF = {"$ref": "#"}
+PAIR = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/b~1%63"}]}, "b/c": {"anyOf": [{"$ref": "#/$defs/a"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "loop"),
+    [
+        (SELF, "# -> #"),
+        ({"$ref": "#/$defs/a", **PAIR}, "#/$defs/b~1%63 -> #/$defs/a -> #/$defs/b~1%63"),
+        ({"type": "object", "properties": {"x": SELF}, "required": ["x"]}, "# -> #"),
+        ({"type": "array", "minItems": 2, "prefixItems": [{}], "items": SELF}, "# -> #"),
+        ({"anyOf": [SELF, {"allOf": [{}, SELF]}]}, "# -> #"),
+        # These have values that end.
+        ({"type": "object", "properties": {"x": SELF}, "required": ["y", []]}, ""),
+        ({"type": "array", "items": SELF, "minItems": 0}, ""),
+        ({"type": "array", "minItems": 1, "prefixItems": [{}], "items": SELF}, ""),
+        ({"anyOf": [SELF, {"type": "null"}], **PAIR}, ""),
+        ({"type": ["array", "null"], "items": SELF, "minItems": 1}, ""),
+        ({"$ref": "#/anyOf/1", "anyOf": [{}, {"$ref": "elsewhere#"}, {"$ref": "#/nothing/here"}]}, ""),
+    ],
+)
+def test_schemas_whose_values_never_end(model, schema, loop):
+    form, tokenizer, grammars = model
+    assert endless(schema) == loop
+    if loop:
+        with pytest.raises(ValueError, match=f"no value of it ever ends: {re.escape(loop)}"):
+            grammars.compile(Grammar("json_schema", json.dumps(schema)))
+        with pytest.raises(TextError, match="look: no value of its schema ever ends"):
+            forced.calls(tokenizer, form, [{"name": "look", "parameters": schema}], 0, 1, False)
 
 
 def test_one_call_of_one_tool(model):
