@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,8 +20,9 @@ from kdtp.log import logger
 from kdtp.server import metrics
 from kdtp.server.answer import Answer, Style
 from kdtp.server.assets import page_routes
-from kdtp.server.bodies import ChatBody, CompletionBody, DetokenizeBody, Sampling, TokenizeBody, decode
+from kdtp.server.bodies import ChatBody, ChatInput, CompletionBody, DetokenizeBody, Sampling, TokenizeBody
 from kdtp.server.choice import Choice
+from kdtp.server.decode import decode
 from kdtp.server.driver import Driver
 from kdtp.server.errors import ApiError, invalid
 from kdtp.server.forms import ChatForm, CompletionForm
@@ -125,6 +126,8 @@ class Endpoint:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: must be given, or messages, not both", "prompt")
         tokens = await self._off_loop(lambda: self._tokens(body))
+        if body.messages is not None:
+            await self._tell_unread(request, body, tokens)
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._model.context})
 
     def _tokens(self, body: TokenizeBody) -> tuple[int, ...]:
@@ -158,6 +161,7 @@ class Endpoint:
         self._driver.check()
         body = await self._body(request, ChatBody)
         asks = await self._off_loop(lambda: self._model.asks_chat(body))
+        await self._tell_unread(request, body, asks[0].prompt)
         choices = [self._choice(body, ask, self._model.parser(ask.prompt, body)) for ask in asks]
         form = ChatForm(self._model.tokenizer, len(asks), bool(body.logprobs))
         return self._answer(request, body, asks, choices, form)
@@ -178,15 +182,23 @@ class Endpoint:
 
     async def _body(self, request: Request, kind: type[B]) -> B:
         data = await read_body(request)
-        body, unknown = await self._off_loop(lambda: decode(data, kind))
-        if unknown:
-            names = ", ".join(unknown)
-            if self._options.strict:
-                raise ApiError(400, f"{unknown[0]}: is not a field of this request", unknown[0], "unknown_parameter")
-            request.state.ignored = names
-            logger.warning("%s: unknown fields ignored: %s", request.state.id, names)
+        body, unused = await self._off_loop(lambda: decode(data, kind))
+        self._tell_unused(request, unused)
         self._model.check_name(body.model)  # type: ignore[attr-defined]
         return body
+
+    async def _tell_unread(self, request: Request, body: ChatInput, prompt: Sequence[int]) -> None:
+        self._tell_unused(request, await self._off_loop(lambda: self._model.unread(body, prompt)))
+
+    def _tell_unused(self, request: Request, names: Sequence[str]) -> None:
+        """Fields that have no effect: the client, and the log; an error if it is to be."""
+        if names and self._options.strict:
+            field = names[0].partition(" ")[0]
+            raise ApiError(400, f"{names[0]}: has no effect (--strict-params)", field, "unknown_parameter")
+        if names:
+            before = getattr(request.state, "ignored", "")
+            request.state.ignored = ", ".join([before] * bool(before) + [*names])
+            logger.warning("%s: fields without effect: %s", request.state.id, ", ".join(names))
 
     async def _off_loop(self, function: Callable[[], R]) -> R:
         """Long computations must not stop the streams of others."""

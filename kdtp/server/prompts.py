@@ -15,10 +15,10 @@ from kdtp.server.bodies import (
     ChatBody,
     ChatInput,
     CompletionBody,
-    Message,
     ResponseFormat,
     Sampling,
 )
+from kdtp.server.conversation import plain
 from kdtp.server.errors import ApiError, invalid
 from kdtp.server.journal import Extra
 from kdtp.server.tools import must_call, shown
@@ -81,7 +81,7 @@ class Model:
         if self.template is None:
             raise ApiError(400, f"messages: {self.name} has no chat template; use /v1/completions", "messages")
         tools = shown(body.tools, body.tool_choice)
-        messages = [_message(f"messages[{i}]", m) for i, m in enumerate(body.messages)]
+        messages = plain(body.messages)
         variables = self._variables(body)
         unknown = sorted(set(variables) - self.template.variables)
         if unknown:
@@ -94,6 +94,14 @@ class Model:
         except TextError as error:
             text = str(error).replace(f"{self.tokenizer.folder}/", "")  # where it lies is nobody's business
             raise ApiError(400, f"messages: {text}", "messages") from None
+
+    def unread(self, body: ChatInput, prompt: Sequence[int]) -> list[str]:
+        """Fields of messages that the template does not read, so that `prompt` is the same without them."""
+        if all(message.name is None for message in body.messages):
+            return []
+        nameless = [msgspec.structs.replace(message, name=None) for message in body.messages]
+        same = self.chat_ids(msgspec.structs.replace(body, messages=nameless)) == tuple(prompt)  # type: ignore[type-var]
+        return ["messages[].name"] if same else []
 
     def _variables(self, body: ChatInput) -> dict[str, Any]:
         """Of the template: those given, and what reasoning_effort means to it."""
@@ -147,6 +155,9 @@ class Model:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs = true", "top_logprobs")
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if body.max_tokens not in (None, most):
+            text = f"max_tokens = {body.max_tokens}: differs from max_completion_tokens = {most}; give one of them"
+            raise ApiError(400, text, "max_tokens")
         if body.max_completion_tokens == 0:
             raise ApiError(400, "max_completion_tokens = 0: must be at least 1", "max_completion_tokens")
         if most is None:
@@ -193,6 +204,9 @@ class Model:
         count = body.n or 1
         if len(prompts) * count > MOST_CHOICES:
             text = f"n = {count}: of {len(prompts)} prompts; must be at most {MOST_CHOICES} choices in all"
+            raise ApiError(400, text, "n")
+        if len(prompts) * count > (most_waiting := self.plan.config.max_queue):  # not even an idle engine takes them
+            text = f"n = {count}: of {len(prompts)} prompt(s), but at most {most_waiting} may wait (--max-queue)"
             raise ApiError(400, text, "n")
         for prompt in prompts:
             if len(prompt) > self.context:
@@ -250,7 +264,12 @@ def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
 
 def _schema(form: ResponseFormat | None) -> Mapping[str, Any] | None:
     """What response_format asks for, if it is JSON."""
-    if form is None or form.type == "text":
+    if form is None:
+        return None
+    if form.json_schema is not None and form.type != "json_schema":
+        field = "response_format.json_schema"
+        raise ApiError(400, f"{field}: needs type = 'json_schema', which is {form.type!r}", field)
+    if form.type == "text":
         return None
     if form.type == "json_object":
         return {"type": "object"}
@@ -268,31 +287,3 @@ def _limited(kind: Literal["json_schema", "lark"], make: Callable[[], str], fiel
     if len(text) > MOST_GRAMMAR:
         raise ApiError(400, f"{field}: a grammar of {len(text)} characters: must be at most {MOST_GRAMMAR}", field)
     return Grammar(kind, text)
-
-
-def _message(where: str, given: Message) -> dict[str, Any]:
-    """As chat templates read it: content in one text."""
-    message: dict[str, Any] = {"role": "system" if given.role == "developer" else given.role}
-    message["content"] = given.content if not isinstance(given.content, list) else _text(where, given)
-    for key in ("name", "reasoning_content", "tool_call_id"):
-        if getattr(given, key) is not None:
-            message[key] = getattr(given, key)
-    if given.tool_calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": msgspec.to_builtins(call.function)}
-            for call in given.tool_calls
-        ]
-    elif given.role in ("user", "system", "developer") and not given.content and given.content != "":
-        raise ApiError(400, f"{where}.content: is missing", f"{where}.content")
-    return message
-
-
-def _text(where: str, given: Message) -> str:
-    assert isinstance(given.content, list)
-    for i, part in enumerate(given.content):
-        at = f"{where}.content[{i}]"
-        if part.type != "text":
-            raise ApiError(400, f"{at}.type = {part.type[:64]!r}: must be 'text'", f"{at}.type")
-        if part.text is None:
-            raise ApiError(400, f"{at}.text: is missing", f"{at}.text")
-    return "\n".join(part.text or "" for part in given.content)

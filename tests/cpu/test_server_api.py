@@ -53,9 +53,14 @@ TOOL = {
 }
 
 
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    with Service(tmp_path_factory.mktemp("serve"), "--drafter", "ngram", "--keep-alive", 1, wait=False) as running:
+    flags = ("--drafter", "ngram", "--keep-alive", 1, "--max-queue", 100)
+    with Service(tmp_path_factory.mktemp("serve"), *flags, wait=False) as running:
         yield running
 
 
@@ -369,6 +374,22 @@ def test_tokenize_and_back(ready):
             {"messages": ASKED, "tools": [BROKEN_TOOL], "tool_choice": "required"},
             "tools",
         ),
+        ("/v1/completions", {"prompt": "x", "n": 101}, "n"),
+        ("/v1/chat/completions", {"messages": ASKED, "max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
+        (
+            "/v1/chat/completions",
+            {"messages": ASKED, "response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}},
+            "response_format.json_schema",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": {}}]}]},
+            "messages[0].content[0].image_url",
+        ),
+        *(
+            ("/v1/chat/completions", {"messages": ASKED, "tools": [named(name)]}, "tools[0].function.name")
+            for name in ("", "a b", "x" * 65, "x\n", "<｜tool▁sep｜>", "x\x1b[2J", "é")
+        ),
         ("/v1/chat/completions", {"messages": ASKED, "reasoning_effort": "high"}, "reasoning_effort"),
         ("/v1/chat/completions", {"messages": ASKED, "top_logprobs": 2}, "top_logprobs"),
         ("/v1/chat/completions", {"messages": ASKED, "functions": [{}]}, "functions"),
@@ -386,6 +407,8 @@ def test_what_cannot_be_is_refused_by_name(ready, path, body, param):
     assert set(error) == {"message", "type", "param", "code"}
     if param:
         assert param.split("[")[0].split(".")[0] in error["message"]
+    if body.get("n") == 101:
+        assert error["message"] == "n = 101: of 1 prompt(s), but at most 100 may wait (--max-queue)"
 
 
 @pytest.mark.parametrize(
@@ -414,8 +437,10 @@ def test_nasty_bodies(ready, body):
 
 
 def test_duplicate_keys_last_wins(ready):
-    status, answer, _ = ready.call("POST", "/v1/completions", b'{"prompt":"x","max_tokens":9,"max_tokens":2}')
+    twice = b'{"prompt":"x","max_tokens":9,"max_tokens":2,"logit_bias":{"5":1,"5":2,"6":1},"big":%s}' % (b"9" * 5000)
+    status, answer, headers = ready.call("POST", "/v1/completions", twice)
     assert status == 200 and answer["usage"]["completion_tokens"] <= 2
+    assert headers["x-kdtp-ignored-fields"] == "big, 5 (given twice), max_tokens (given twice)"
 
 
 def test_unknown_fields_are_told(ready):
@@ -426,14 +451,20 @@ def test_unknown_fields_are_told(ready):
     odd = {"": 1, " ": 1, "x" * 63 + " y": 1, "é": 1}
     status, _, headers = ready.call("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1} | odd)
     assert status == 200 and headers["x-kdtp-ignored-fields"].startswith("'', ' ', 'xxx")
-    assert "unknown fields ignored: tempratur, 'a\\nb'" in ready.text()
+    assert "fields without effect: tempratur, 'a\\nb'" in ready.text()
 
 
 def test_unknown_fields_of_messages_are_told_unless_empty(ready):
     messages = [*ASKED, {"role": "assistant", "content": "So", "prefix": True, "refusal": None, "annotations": []}]
-    body = {"messages": messages, "max_tokens": 1}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "title": "y"}}
+    body = {"messages": messages, "max_tokens": 1, "response_format": form}
     status, _, headers = ready.call("POST", "/v1/chat/completions", body)
-    assert status == 200 and headers["x-kdtp-ignored-fields"] == "messages[].prefix"
+    told = "messages[].prefix, response_format.json_schema.title"
+    assert status == 200 and headers["x-kdtp-ignored-fields"] == told
+    messages[0] = ASKED[0] | {"name": "Ada"}  # which the template does not read
+    for path in ("/v1/chat/completions", "/tokenize"):
+        status, _, headers = ready.call("POST", path, body)
+        assert status == 200 and headers["x-kdtp-ignored-fields"].endswith(", messages[].name")
 
 
 def test_unknown_fields_of_tools_are_told(ready):

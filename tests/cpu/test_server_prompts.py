@@ -9,7 +9,8 @@ import pytest
 from kdtp.config import EngineConfig
 from kdtp.engine.plan import plan
 from kdtp.server import defaults
-from kdtp.server.bodies import ChatBody, CompletionBody, Message, decode
+from kdtp.server.bodies import ChatBody, CompletionBody, Message
+from kdtp.server.decode import decode
 from kdtp.server.errors import ApiError
 from kdtp.server.prompts import Model
 from kdtp.text import template
@@ -88,6 +89,15 @@ def test_effort_is_what_the_template_makes_of_it(parts, tmp_path):
     reads = model(parts, chat(text_folders.deepseek(tmp_path / "c"), source))
     texts = [reads.tokenizer.decode(reads.chat_ids(ChatBody(**body, reasoning_effort=e))) for e in (None, "low")]
     assert [text.rpartition(" ")[2] for text in texts] == ["usual", "low"]
+
+
+def test_a_name_is_read_or_told(parts, tmp_path):
+    named = ChatBody(messages=[Message("user", "What?", name="Ada"), Message("assistant", "So.")])
+    for i, (name, told) in enumerate((("m['name']", []), ("m['role']", ["messages[].name"]))):
+        source = f"{{% for m in messages %}}{{{{ {name} }}}}: {{{{ m['content'] }}}}{{% endfor %}}"
+        served = model(parts, chat(text_folders.deepseek(tmp_path / str(i)), source))
+        assert served.unread(named, served.chat_ids(named)) == told
+        assert served.unread(ChatBody(messages=ASKED), ()) == []
 
 
 @pytest.mark.parametrize(

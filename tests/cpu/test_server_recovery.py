@@ -64,9 +64,12 @@ def test_an_engine_that_dies_is_no_end(tmp_path):
 
 
 def test_a_full_queue_and_an_end_by_two_signals(tmp_path):
-    with Service(tmp_path, "--shutdown-timeout", 60, "--max-queue", 2) as service:
-        status, answer, headers = service.call("POST", "/v1/completions", {"prompt": [1], "n": 4})
+    with Service(tmp_path, "--shutdown-timeout", 60, "--max-queue-tokens", 8, "--strict-params") as service:
+        status, answer, headers = service.call("POST", "/v1/completions", {"prompt": [1], "n": 128})
         assert (status, answer["error"]["code"]) == (503, "overloaded") and int(headers["retry-after"]) >= 1
+        for field, name in ((b'"tempratur":1', "tempratur"), (b'"n":1,"n":1', "n")):
+            status, answer, _ = service.call("POST", "/v1/completions", b'{"prompt":"x",' + field + b"}")
+            assert (status, answer["error"]["param"]) == (400, name) and "--strict-params" in answer["error"]["message"]
         short, long = Reader(service, GREEDY | {"max_tokens": 30}), Reader(service, SAMPLED | {"max_tokens": 500})
         until(lambda: long.chunks and short.chunks, 30, "under way")
         service.family()
