@@ -266,7 +266,8 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     requests at that time. A label up to `upto` that is not open has had its terminal event, or the event was lost
     because this client did not read. usages: of those that have run, if asked for; stage_ms: time of all steps by
     stage; accepted: rounds in which 0, 1, 2 … draft tokens were accepted; tallies: how often each "tree_nodes",
-    "tree_depth" and "step_rows" came; patience: seconds of silence that may come; unasked: more than usual.
+    "tree_depth" and "step_rows" came; step_ages: seconds since each rank last answered a step; patience: seconds of
+    silence that may come. Unasked: before a longer silence than usual, and as last words of an engine that broke.
     """
 
     upto: Count
@@ -293,6 +294,7 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     stage_ms: dict[str, float] = {}
     accepted: tuple[Count, ...] = ()
     tallies: dict[str, dict[Count, Count]] = {}
+    step_ages: tuple[float, ...] = ()
     patience: float = 60.0
 
 

@@ -33,7 +33,7 @@ class Fleet:
         self.links = links
         self.epoch = epoch
         self.step = 0
-        self.desync_checks = 0
+        self.desync_checks = self.desync_failures = 0
         self._step_timeout = step_timeout
         self._seconds_per_row: float | None = None
         self.on_long: Callable[[float], object] = lambda seconds: None  # before a step that may take so long
@@ -125,7 +125,7 @@ class Fleet:
                 arrived = True
                 if isinstance(message, kind) and self._fits(message, link) and link.rank not in answers:
                     answers[link.rank] = (message, frame)
-                    link.last_step = message.step
+                    link.last_step, link.answered = message.step, time.monotonic()
                 else:
                     link.dropped["stale"] += 1
             if not arrived:
@@ -141,10 +141,11 @@ class Fleet:
         first, frame = answers[0]
         self.desync_checks += 1
         for rank, (ids, _) in answers.items():
-            if ids.made != first.made:
-                raise EngineFault(f"step {self.step}: rank {rank} has made other collectives than rank 0 so far")
-            if ids.ids != first.ids:
-                raise EngineFault(f"step {self.step}: rank {rank} chose {ids.ids}, rank 0 chose {first.ids}")
+            parted = f"chose {ids.ids}, rank 0 chose {first.ids}" if ids.ids != first.ids else ""
+            parted = "has made other collectives than rank 0 so far" if ids.made != first.made else parted
+            if parted:
+                self.desync_failures += 1
+                raise EngineFault(f"step {self.step}: rank {rank} {parted}")
         if len(first.ids) != picked:
             raise EngineFault(f"step {self.step}: {len(first.ids)} ids for {picked} picked rows")
         if want_logits and picked and (first.shape is None or len(frame or b"") != 4 * first.shape[0] * first.shape[1]):
@@ -202,6 +203,11 @@ class Fleet:
             poller.register(pidfd, zmq.POLLIN)
         gone = [watched[fd] for fd, _ in poller.poll(int(timeout * 1000))] if watched else []
         return ", ".join(f"rank {link.rank} (pid {link.hello.pid if link.hello else '?'}) ended" for link in gone)
+
+    def step_ages(self) -> list[float]:
+        """Seconds since each rank last answered a step; empty until all have answered one."""
+        now = time.monotonic()
+        return [now - link.answered for link in self.links] if all(link.answered for link in self.links) else []
 
     def dropped(self) -> Counter[str]:
         """Frames dropped on all links, by reason."""

@@ -67,6 +67,7 @@ class Host:
         self._fleet.on_long = self._tell_patience
         self._clients: dict[int, tuple[bytes, int]] = {}
         self._opened = 0
+        self._asker = b""  # who last asked for Status
         self._loaded = 0, 0
         self._state = "loading"
         self._heard = time.monotonic()
@@ -144,6 +145,7 @@ class Host:
                 for request_id in self._named(client, message.request):
                     self._coordinator.watch(request_id, message.rounds)
             case StatusQuery():
+                self._asker = client
                 self._rpc.send(client, self._status(client, message))
             case ShutdownQuery():
                 self._stop = "a client asked for it"
@@ -215,6 +217,7 @@ class Host:
         done, total = self._loaded
         counters = coordinator.totals() + self._fleet.dropped() + self._rpc.dropped
         counters["desync_checks"] = self._fleet.desync_checks
+        counters["desync_failures"] = self._fleet.desync_failures
         return Status(
             upto=query.upto,
             open=tuple(label for who, label in self._clients.values() if who == client),
@@ -238,6 +241,7 @@ class Host:
             vocab_size=self._plan.model.vocab_size,
             max_positions=self._plan.model.max_position_embeddings,
             stage_ms={stage: round(seconds * 1e3, 3) for stage, seconds in coordinator.seconds.items()},
+            step_ages=tuple(round(age, 3) for age in self._fleet.step_ages()),
             patience=config.stall_timeout if self._state == "loading" else config.step_timeout,
             accepted=tuple(coordinator.accepted[n] for n in range(max(coordinator.accepted, default=-1) + 1)),
             tallies={name: dict(counts) for name, counts in coordinator.tallies.items()},
@@ -251,6 +255,8 @@ class Host:
     def _end(self, code: str, text: str) -> None:
         """One terminal event for every open request, then the workers are told, then everything is closed."""
         self._tell(self._coordinator.fail_all(code, text))
+        if code == "engine" and self._asker:  # what was counted, before it is gone
+            self._rpc.send(self._asker, self._status(self._asker, StatusQuery()))
         if code == "shutdown":
             self._fleet.dismiss(text)
         self._rpc.close(_LINGER)

@@ -37,6 +37,7 @@ class Link(Protocol):
     dropped: Counter[str]
     hello: Hello | None
     last_step: int
+    answered: float
 
     def send(self, message: ToWorker) -> None:
         """Hand `message` over; EngineFault if the rank is gone."""
@@ -74,7 +75,7 @@ class LocalLink:
         self.rank = rank
         self.dropped: Counter[str] = Counter()
         self.hello: Hello | None = None
-        self.last_step = 0
+        self.last_step, self.answered = 0, 0.0  # the last step that was answered, and when (time.monotonic())
         self.handle: Callable[[ToWorker], None] | None = None
         self._inbox: deque[tuple[FromWorker, bytes | None]] = deque()
 
@@ -105,7 +106,7 @@ class ZmqLink:
         self.rank = rank
         self.dropped: Counter[str] = Counter()
         self.hello: Hello | None = None
-        self.last_step = 0
+        self.last_step, self.answered = 0, 0.0  # the last step that was answered, and when (time.monotonic())
         self.pidfd: int | None = None
         self._peer: bytes | None = None
         self._decoder = msgspec.msgpack.Decoder(FromWorker)

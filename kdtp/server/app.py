@@ -96,7 +96,8 @@ class Endpoint:
         """For Prometheus; also while loading."""
         health = self._driver.health
         ratio = health.done / health.total if health.total else 0.0
-        text = self._driver.metrics.text(self._driver.status, health.state, ratio, health.restarts)
+        driver = self._driver
+        text = driver.metrics.text(driver.status, driver.silence, health.state, ratio, health.restarts)
         return Response(text, media_type=metrics.KIND)
 
     async def openapi(self, request: Request) -> Response:

@@ -187,6 +187,8 @@ class Driver:
                 self._serve(client, session)
         except EngineDead as error:
             reason = session.fault or str(error)
+            self._look(client)  # its last words
+            self._call(self.metrics.engine_died, self.status)
             self._change(state="restarting", reason=reason)  # its end may take seconds
             raise EngineDead(reason) from None
         finally:

@@ -115,12 +115,17 @@ class Metrics:
         self.histograms["e2e_request_latency_seconds"].add(time.monotonic() - job.started)
         self.histograms["request_generation_tokens"].add(len(job.given))
 
-    def text(self, status: Status | None, state: str, ratio: float, restarts: int) -> str:
-        """The page of /metrics."""
+    def engine_died(self, last: Status | None) -> None:
+        """An engine is no more; what it said last."""
+        self.counts["desync_failures"] += last.counters.get("desync_failures", 0) if last else 0
+
+    def text(self, status: Status | None, silence: float, state: str, ratio: float, restarts: int) -> str:
+        """The page of /metrics; silence: seconds since `status` came."""
         names = ("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "admission_rejections")
         spec = ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
-        lines = list(_gauges(status, state, ratio))
+        lines = list(_gauges(status, silence, state, ratio))
         lines += _family("engine_restarts_total", "counter", {"": restarts})
+        lines += _family("desync_failures_total", "counter", {"": self.counts["desync_failures"]})
         for name in (*names, *spec):
             lines += _family(f"{name}_total", "counter", {"": self.counts[name]})
         lines += _family("request_success_total", "counter", _labelled("finished_reason", self.reasons))
@@ -131,7 +136,7 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
-def _gauges(status: Status | None, state: str, ratio: float) -> Iterator[str]:
+def _gauges(status: Status | None, silence: float, state: str, ratio: float) -> Iterator[str]:
     """The engine as it is now. Its own counters begin anew with each engine, as Prometheus expects of a restart."""
     yield from _family("engine_state", "gauge", _labelled("state", {name: int(name == state) for name in STATES}))
     yield from _family("load_progress_ratio", "gauge", {"": round(ratio, 6)})
@@ -150,6 +155,8 @@ def _gauges(status: Status | None, state: str, ratio: float) -> Iterator[str]:
         yield from _family(name, "gauge", {"": value})
     up = dict.fromkeys(range(status.tp), int(status.state == "ready"))  # an engine that loses a rank is no more
     yield from _family("worker_up", "gauge", _labelled("rank", up))
+    ages = {rank: round(age + silence, 3) for rank, age in enumerate(status.step_ages)}
+    yield from _family("worker_last_step_age_seconds", "gauge", _labelled("rank", ages))
     counters = status.counters
     for name, key in (
         ("prefix_cache_queries", "prefix_queries"),

@@ -311,6 +311,7 @@ def test_ranks_that_part_are_noticed_in_the_same_step():
     coordinator.submit(Request(1, (1,), SamplingParams()))
     with pytest.raises(EngineFault, match="step 1: rank 1 chose"):
         coordinator.step()
+    assert (coordinator.fleet.desync_checks, coordinator.fleet.desync_failures) == (1, 1)
     (event,) = coordinator.fail_all("engine", "ranks parted")
     assert event.message == Failed(1, "engine", "ranks parted") and coordinator.idle
     assert coordinator.pool.free == coordinator.pool.total

@@ -16,7 +16,9 @@ from kdtp.config import EngineConfig
 from kdtp.engine import rundir
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
+from kdtp.engine.host import Host
 from kdtp.engine.link import EngineFault, ZmqLink
+from kdtp.engine.plan import plan
 from kdtp.engine.rpc import Client, EngineDead, Server
 from kdtp.messages import (
     PROTOCOL_VERSION,
@@ -34,8 +36,10 @@ from kdtp.messages import (
     Usage,
     Welcome,
 )
+from kdtp.server.metrics import Metrics
 from kdtp.types import SamplingParams
 from kdtp.version import __version__
+from tests.paths import TINY
 
 EPOCH = 99
 
@@ -374,6 +378,29 @@ def test_a_client_that_left_is_noticed_on_the_next_message(context, folder):
     until(lambda: not server.send(got[0][0], Tokens(1, 0, (1,))))
     assert server.dropped["unreachable_client"] == 1
     server.close(0)
+
+
+def test_an_engine_that_breaks_says_what_it_has_counted(folder):
+    host = Host(plan(EngineConfig(str(TINY), threads=1, ping_interval=0.05)), folder)
+    running = threading.Thread(target=host.run)
+    running.start()
+    client = Client(rundir.endpoint(folder, "rpc"))
+    try:
+        until(lambda: client.status().step_ages, 20)
+        assert 0 <= client.latest.step_ages[0] < 5 and client.latest.counters["desync_failures"] == 0
+        host._fleet.desync_failures, host._fleet._fault = 1, EngineFault("ranks parted")
+        until(lambda: client.poll((), 0.1) or client.latest.counters["desync_failures"])
+        metrics = Metrics()
+        for _ in range(2):
+            metrics.engine_died(client.latest)
+        lines = metrics.text(client.latest, 100.0, "restarting", 0.0, 2).splitlines()
+        assert "kdtp:desync_failures_total 2" in lines
+        (age,) = (line.split()[1] for line in lines if line.startswith('kdtp:worker_last_step_age_seconds{rank="0"}'))
+        assert 100 <= float(age) < 110
+    finally:
+        host._fleet._fault = EngineFault("the test ends")
+        client.close()
+        running.join(20)
 
 
 # ---------------------------------------------------------------- run folder
