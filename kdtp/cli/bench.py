@@ -129,8 +129,8 @@ def _check(chosen: argparse.Namespace) -> None:
 async def _measure(endpoint: Endpoint, chosen: argparse.Namespace) -> tuple[Load, list[Record]]:
     from dataclasses import replace
 
-    name, size = await endpoint.model()
     texts = _texts(chosen.prompts)
+    name, size = await endpoint.model()
     size = chosen.vocab_size or size
     if not texts and size < 1:
         raise ValueError("--vocab-size: the endpoint does not say how many ids there are; give it, or --prompts")

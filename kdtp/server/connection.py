@@ -66,6 +66,9 @@ class Connection(H11Protocol):
         """As all errors look."""
         self._refuse(ApiError(400, "this is no HTTP/1.1 request, or its headers are too long", code="bad_http"))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: who asks is answered as if he had not, and uvicorn's advice to install packages is not ours."""
+
     def _late(self) -> None:
         self._deadline = None
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():

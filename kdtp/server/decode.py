@@ -17,6 +17,7 @@ from kdtp.server.errors import ApiError
 
 _MOST_NAMES = 20  # of fields without effect that are shown
 _MOST_VALUE = 40  # characters of a wrong value that are shown
+_ESCAPES = re.compile(rb"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-F]\w\w)|\\.", re.DOTALL)
 
 # Fields of OpenAI's or others' APIs that change what is answered and that we do not have: only these values, and null.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -48,6 +49,8 @@ def decode(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
         found = re.fullmatch(r"(.*?)(?: - at `(?:key` in `)?\$\.?(.*)`)?", str(error), re.DOTALL)
         assert found is not None
         text, at = found.groups()
+        if not at:
+            text = "is nested too deeply" if isinstance(error, RecursionError) else _half(data) or text
         raise ApiError(400, f"{at}{_value(data, at)}: {text}" if at else f"body: {text}", at or None) from None
     fields = {field.encode_name for field in msgspec.structs.fields(kind)}
     unknown = _unknown({name: value for name, value in raw.items() if name not in fields})
@@ -59,6 +62,12 @@ def decode(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
         others = set(_fields(_fields(raw["response_format"])["json_schema"])).difference(JsonSchema.__struct_fields__)
         unknown += [f"response_format.json_schema.{_shown(name)}" for name in sorted(others)]
     return body, (unknown + twice)[:_MOST_NAMES]
+
+
+def _half(data: bytes) -> str:
+    """What is wrong with the first escape of half a surrogate pair, if there is one: the decoder tells of its end."""
+    half = next((escape for escape in _ESCAPES.finditer(data) if escape[1]), None)
+    return f"{half[1].decode()} is half of a surrogate pair, no character (byte {half.start()})" if half else ""
 
 
 def _twice(data: bytes) -> list[str]:

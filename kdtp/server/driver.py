@@ -16,7 +16,7 @@ from kdtp.engine.plan import Plan
 from kdtp.engine.rpc import Client, EngineDead
 from kdtp.log import logger
 from kdtp.messages import Failed, Finished, Refused, Status
-from kdtp.server.errors import ApiError, busy
+from kdtp.server.errors import busy, gone
 from kdtp.server.journal import Job, Told
 from kdtp.server.metrics import Metrics
 from kdtp.server.session import Session
@@ -95,7 +95,7 @@ class Driver:
         """ApiError unless new jobs are taken."""
         health = self.health
         if health.state == "dead":
-            raise ApiError(503, f"the engine is dead: {health.reason}", code="engine_dead")
+            raise gone(f"the engine is dead: {health.reason}", "engine_dead")
         if health.state != "ready":
             raise busy(f"not ready: {health.state}{': ' * bool(health.reason)}{health.reason}", 2.0, health.state)
 

@@ -11,6 +11,7 @@ from kdtp.messages import Failed, Refused
 
 # What the engine calls otherwise than the API does.
 _NAMES = {"stop_tokens": "stop_token_ids", "allowed_tokens": "allowed_token_ids"}
+_NEXT_SERVER = 10.0  # seconds until there may be another server in the place of one that ends
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
@@ -35,6 +36,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def gone(message: str, code: str) -> ApiError:
+    """503 of a server that is about to end."""
+    return busy(message, _NEXT_SERVER, code)
+
+
 def busy(message: str, seconds: float, code: str = "overloaded") -> ApiError:
     """503 that says when to try again."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(max(1, ceil(seconds)))})
@@ -55,4 +61,6 @@ def of_terminal(event: Failed | Refused, grammar: str) -> ApiError:
         return busy(event.reason, event.retry_after)
     if event.code == "invalid":
         return invalid(ValueError(re.sub(r"^grammar\b", grammar, event.message)))
-    return ApiError(503 if event.code == "shutdown" else 500, event.message, code=f"engine_{event.code}")
+    if event.code == "shutdown":
+        return gone(event.message, "engine_shutdown")
+    return ApiError(500, event.message, code=f"engine_{event.code}")

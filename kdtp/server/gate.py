@@ -82,6 +82,11 @@ class Gate:
         size = len(path) + sum(len(name) + len(value) for name, value in headers.raw)
         if size > MOST_HEAD:  # h11 looks at a head only while it is incomplete
             return ApiError(431, f"headers of {size} bytes: must be at most {MOST_HEAD}")
+        if "content-length" in headers and "transfer-encoding" in headers:  # which one counts, proxies do not agree on
+            text = "Content-Length and Transfer-Encoding: must not both be there"
+            return ApiError(400, text, code="bad_http", headers={"Connection": "close"})
+        if int(headers.get("content-length", 0)) > MOST_BODY:
+            return _too_long()
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
         if self._hosts is not None and "host" in headers and host not in self._hosts:
             # A web page elsewhere may have its own name point to this machine, and so be let in by the browser.
@@ -98,6 +103,10 @@ class Gate:
         return ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
+def _too_long() -> ApiError:
+    return ApiError(413, f"the body has more than {MOST_BODY} bytes", headers={"Connection": "close"})
+
+
 async def read_body(request: Request) -> bytes:
     """The body, counted while it comes. ApiError for one that is too long, too slow, or not said to be JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -112,7 +121,7 @@ async def read_body(request: Request) -> bytes:
             async for part in request.stream():
                 data += part
                 if len(data) > MOST_BODY:
-                    raise ApiError(413, f"the body has more than {MOST_BODY} bytes", headers={"Connection": "close"})
+                    raise _too_long()
     except TimeoutError:
         text = f"the body did not come within {BODY_TIMEOUT:.0f} s"
         raise ApiError(408, text, headers={"Connection": "close"}) from None

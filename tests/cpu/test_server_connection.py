@@ -167,6 +167,33 @@ def test_a_body_that_is_no_http(body):
     assert said.startswith(b"HTTP/1.1 400 ") and error(said)["code"] == "bad_http"
 
 
+@pytest.mark.parametrize(
+    ("headers", "status", "words"),
+    [
+        (b"Content-Length: 2\r\nTransfer-Encoding: chunked", b"400", "must not both be there"),
+        (b"Content-Length: 99999999999999999999", b"413", "more than 8388608 bytes"),  # known before any of it comes
+        (b"Content-Length: 999999999999999999999", b"400", "no HTTP/1.1 request"),
+    ],
+)
+def test_bodies_that_are_refused_by_their_head(headers, status, words):
+    async def main():
+        async with serving() as port:
+            return await answer(port, b"POST / HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n" % headers)
+
+    said = asyncio.run(main())
+    assert said.split(b" ")[1] == status and words in error(said)["message"]
+
+
+def test_who_wants_a_web_socket_is_answered_and_nobody_is_told_to_install_one(caplog):
+    async def main():
+        async with serving() as port:
+            upgrade = b"Upgrade: websocket\r\nSec-WebSocket-Key: eA==\r\nConnection: Upgrade"
+            return await answer(port, GET[:-2] + upgrade + b"\r\n\r\n")
+
+    assert asyncio.run(main()).startswith(b"HTTP/1.1 200 ")
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+
+
 def test_a_head_that_comes_whole_but_is_too_long():
     async def main():
         async with serving() as port:

@@ -188,7 +188,8 @@ def test_a_job_that_engines_may_die_of_ends_before_the_service_does():
 def test_ends_as_errors(event, status, param):
     error = of_terminal(event, "response_format")
     assert (error.status, error.param) == (status, param) and set(error.body()) == {"error"}
-    assert error.headers == ({"Retry-After": "3"} if isinstance(event, Refused) else {})
+    again = {Refused: "3", Failed: "10"}[type(event)]
+    assert error.headers == ({"Retry-After": again} if status == 503 else {})
     assert invalid(ValueError("no name here")).param is None
 
 

@@ -77,6 +77,12 @@ def test_bench_serve_tells_what_a_load_met(ready, tmp_path):
     assert bad.returncode == 1 and "failed: 2 x prompt: 600 tokens" in bad.stdout
 
 
+def test_bench_serve_reads_its_prompts_before_it_connects(capsys, tmp_path):
+    missing = str(tmp_path / "missing")
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:1", "--prompts", missing]) == 2
+    assert f"--prompts {missing}: " in capsys.readouterr().err
+
+
 def test_bench_context_tells_what_a_round_costs(capsys, tmp_path):
     flags = ["--model", str(TINY), "--threads", "1", "--drafter", "ngram", "--max-tokens", "8"]
     assert main(["bench", "context", *flags, "--lengths", "16,100", "--json", "--png", str(tmp_path / "c.png")]) == 0

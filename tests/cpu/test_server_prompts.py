@@ -106,6 +106,12 @@ def test_a_name_is_read_or_told(parts, tmp_path):
         (b'{"prompt": "x", "n": 129}', "n = 129: Expected `int` <= 128"),
         (b'{"prompt": "x", "seed": %s}' % (b"9" * 5000), f"seed = {'9' * 40}…: Integer value out of range"),
         (b'{"prompt": [[1, 2], [3, "\\n"]]}', r'prompt[1][1] = "\n": Expected `int`, got `str`'),
+        (
+            b'{"prompt": "\\\\ud800 \\ud83d\\ude00 \\uD800"}',
+            r"body: \uD800 is half of a surrogate pair, no character (byte 33)",
+        ),
+        (b'{"prompt": "x", "a\\udc00": 1}', r"body: \udc00 is half of a surrogate pair, no character (byte 18)"),
+        (b'{"prompt": "x", "y": ' + b"[" * 9999, "body: is nested too deeply"),
         (b'{"prompt": "x", "stop": {}}', "stop: Expected `str | array | null`, got `object`"),
         (b'{"prompt": "x", "logit_bias": {"1": "a"}}', "logit_bias[...]: Expected `float`, got `str`"),
     ],
