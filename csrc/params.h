@@ -1,19 +1,16 @@
 // The C ABI of the kernels: one struct per op, one entry kdtp_<op>(const Kdtp<Op>Args*) each.
 //
-// This file is read by three: the compiler, kdtp/kernels/abi.py (which makes the ctypes twins from it) and the selftest
-// generator. So it keeps to one form: every field is 8 bytes (a pointer, int64_t or double), one field a line, its shape
-// and dtype behind it. "T" is the element type that `dtype` names. A pointer to const is an input; others are outputs,
-// or both where "in/out" is said. Every struct ends with the stream.
+// It is read by the compiler, by kdtp/kernels/abi.py, which makes ctypes twins, and by the selftest. So it keeps to one
+// form: every field is 8 bytes (a pointer, int64_t or double), one a line, its shape and dtype behind it. "T" is the type
+// that `dtype` names. Pointers to const are inputs, others outputs, or both where "in/out" is said. Last is the stream.
 //
 // Entries return 0, a cudaError_t, or KDTP_ILLEGAL for arguments that cannot be, before anything is launched;
 // kdtp_error() then says which. They launch on `stream`, never wait for the device, and allocate nothing, so they can
 // be captured into a CUDA graph. The result of a row never depends on which or how many rows share the call.
 #pragma once
 #include <stdint.h>
-
 #define KDTP_ILLEGAL (-1)
-
-enum { KDTP_F32 = 0, KDTP_BF16 = 1 };                 // `dtype`
+enum { KDTP_F32 = 0, KDTP_BF16 = 1 }; enum { KDTP_TREE = 0, KDTP_CHAIN = 1, KDTP_SEEDED = 2 };  // `dtype`; `shape`
 enum { KDTP_SOFTMAX = 0, KDTP_SIGMOID = 1 }; enum { KDTP_DENSE = 0, KDTP_INT4 = 1 };  // `scoring`; experts' `format`
 
 // out = norm(x) * weight; with `residual`: residual += x first, and that sum is normed.
@@ -218,25 +215,28 @@ typedef struct KdtpArgmaxArgs {
   void* stream;
 } KdtpArgmaxArgs;
 
-// Best-first trees under kdtp's total order; one block per sequence. Budgets and depths beyond what is legal count as
-// the nearest legal one. A row of lp that holds NaN or +inf, or is out of order, ends the tree above it.
+// Best-first trees under kdtp's total order; one block per sequence. Budgets and depths beyond what is legal count as the
+// nearest legal one. Rows of lp are by (lp descending, id ascending); with before = k there is one for each candidate of
+// the depth above (row 0 at the first), in any order. One with NaN or +inf, or out of order, ends the tree above it.
 typedef struct KdtpTreeBuildArgs {
-  const void* lp;         // [seqs, depth, k] f32, each row sorted by (lp descending, id ascending)
+  const void* lp;         // [seqs, depth, before, k] f32
   const void* ids;        // [seqs, depth, k] i64
   const void* roots;      // [seqs] i64
   const void* budgets;    // [seqs] i32: nodes without the root, at most max_nodes - 1
   const void* depths;     // [seqs] i32: deepest level allowed, at most depth
-  const void* starts;     // [seqs] i32: position of the root
+  const void* starts;     // [seqs] i32: position of the root; null without positions
   void* tokens;           // [seqs, max_nodes] i64; entries behind the tree are not written
   void* parents;          // [seqs, max_nodes] i32: -1 for the root
-  void* positions;        // [seqs, max_nodes] i32
-  void* ancestors;        // [seqs, max_nodes, words] u64: bit j of a node's row: j is an ancestor or itself
+  void* scores;           // [seqs, max_nodes] f32: log-probability of the path
+  void* positions;        // [seqs, max_nodes] i32, or null
+  void* ancestors;        // [seqs, max_nodes, ceil(max_nodes / 64)] u64, or null: bit j: node j is an ancestor or itself
   void* counts;           // [seqs] i32: nodes, root included
   int64_t seqs;
   int64_t depth;          // 0..64
+  int64_t before;         // 1 or k
   int64_t k;              // 1..64
   int64_t max_nodes;      // 1..1025
-  int64_t words;          // ceil(max_nodes / 64)
+  int64_t shape;          // KDTP_TREE; KDTP_CHAIN: the most likely path; KDTP_SEEDED: that first, then the best others
   void* stream;
 } KdtpTreeBuildArgs;
 

@@ -5,7 +5,7 @@
 Each way starts with the drafter's candidates on the GPU, and ends when the trees are lists on the host and are on the
 GPU as the verify forward wants them: tokens, positions, ancestor bits. What has to be copied for that is counted.
 
-    gpu    upload roots and limits, kdtp_tree_build, download tokens and parents
+    gpu    upload roots and limits, kdtp_tree_build, download tokens, parents and scores
     heap   download candidates, Python's heapq as public engines use it, one request at a time, upload the trees
     spec   the same with kdtp.spec.tree.build, whose trees are the GPU's bit for bit, which is checked
 

@@ -237,14 +237,14 @@ def _building(tensors: Tensors, m: int) -> dict[str, Any]:
     steep = 1 + torch.rand(DRAFT, 1, generator=torch.Generator().manual_seed(m))
     lp = (-steep * (1 + torch.arange(width)).log() - 0.5)[None]
     one = {"budgets": m - 1, "depths": DRAFT, "starts": 1000}
-    sizes = {"seqs": 1, "depth": DRAFT, "k": width, "max_nodes": m, "words": -(-m // 64)}
+    sizes = {"seqs": 1, "depth": DRAFT, "before": 1, "k": width, "max_nodes": m}
     candidates = {
         "lp": lp.to(tensors.device),
         "ids": tensors.ints(torch.arange(DRAFT * width).view(1, DRAFT, width), torch.int64),
     }
     made = {name: tensors.ints(torch.zeros(1, m)) for name in ("parents", "positions")}
-    wide = {"tokens": tensors.ints(torch.zeros(1, m), torch.int64)}
-    wide |= {"ancestors": tensors.ints(torch.zeros(1, m, sizes["words"]), torch.int64)}
+    wide = {"tokens": tensors.ints(torch.zeros(1, m), torch.int64), "scores": torch.zeros(1, m, device=tensors.device)}
+    wide |= {"ancestors": tensors.ints(torch.zeros(1, m, -(-m // 64)), torch.int64)}
     limits = {name: tensors.ints([value]) for name, value in one.items()}
     roots = {"roots": tensors.ints([7], torch.int64), "counts": tensors.ints([0])}
     return sizes | candidates | limits | roots | made | wide

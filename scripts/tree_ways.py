@@ -49,6 +49,7 @@ class Case:
             "depths": (torch.int32, (seqs,)),
             "starts": (torch.int32, (seqs,)),
             "parents": (torch.int32, (seqs, nodes)),
+            "scores": (torch.float32, (seqs, nodes)),
             "counts": (torch.int32, (seqs,)),
             "tokens": (torch.int64, (seqs, nodes)),
             "positions": (torch.int32, (seqs, nodes)),
@@ -57,7 +58,7 @@ class Case:
 
 
 CANDIDATES, LIMITS = ("lp", "ids"), ("roots", "budgets", "depths", "starts")
-KNOWN, WANTED = ("parents", "counts", "tokens"), ("tokens", "positions", "ancestors")
+KNOWN, WANTED = ("parents", "scores", "counts", "tokens"), ("tokens", "positions", "ancestors")
 
 
 class Block:
@@ -114,10 +115,9 @@ class OnGpu:
         self._case = case
 
     def _struct(self, case: Case) -> Any:
-        sizes = {"seqs": case.seqs, "depth": case.length, "k": case.width, "max_nodes": 1 + case.budget}
-        words = self._block.device["ancestors"].shape[2]
+        sizes = {"seqs": case.seqs, "depth": case.length, "before": 1, "k": case.width, "max_nodes": 1 + case.budget}
         stream = self._block.stream
-        return abi.library().arguments("tree_build", stream=stream, words=words, **sizes, **self._block.device)
+        return abi.library().arguments("tree_build", stream=stream, **sizes, **self._block.device)
 
     def run(self) -> list[Lists]:
         """Build."""

@@ -30,13 +30,14 @@ __device__ __forceinline__ float2 load_ranks(const float* row, int k, int lane) 
   return make_float2(2 * lane < k ? row[2 * lane] : -INFINITY, 2 * lane + 1 < k ? row[2 * lane + 1] : -INFINITY);
 }
 
-// Whether a row can be used: a NaN or +inf spoils it, and so does a wrong order, on which the merges rely. Clamps at 0,
-// which fast exp and log may exceed by an ulp.
-__device__ __forceinline__ bool clean(float2& lp, int lane) {
+// Whether a row can be used: a NaN or +inf spoils it, and so does a wrong order where there is to be one: the merges rely
+// on it. Clamps at 0, which fast exp and log may exceed by an ulp.
+__device__ __forceinline__ bool clean(float2& lp, int lane, bool ordered = true) {
   const bool finite = lp.x < INFINITY && lp.y < INFINITY;
   lp = make_float2(lp.x < 0.0f ? lp.x : 0.0f, lp.y < 0.0f ? lp.y : 0.0f);
   const float after = __shfl_down_sync(0xffffffffu, lp.x, 1);
-  return __all_sync(0xffffffffu, finite && lp.y <= lp.x && (lane == 31 || after <= lp.y));
+  const bool in_order = lp.y <= lp.x && (lane == 31 || after <= lp.y);
+  return __all_sync(0xffffffffu, finite && (in_order || !ordered));
 }
 
 // How many of the warp's two votes a lane are for.
@@ -91,14 +92,34 @@ __device__ __forceinline__ void plan(Level& level, const float* scores, float2 l
   }
 }
 
-// Where one sequence's tree goes.
+// Where one sequence's tree goes; positions and ancestors may be null.
 struct TreeOut {
   long long* tokens;
   int* parents;
+  float* scores;
   int* positions;
   Key* ancestors;
   int words;
 };
+
+__device__ __forceinline__ TreeOut tree_out(const KdtpTreeBuildArgs& a, int64_t seq) {
+  const int64_t row = seq * a.max_nodes, words = (a.max_nodes + 63) / 64;
+  return {static_cast<long long*>(a.tokens) + row,
+          static_cast<int*>(a.parents) + row,
+          static_cast<float*>(a.scores) + row,
+          a.positions == nullptr ? nullptr : static_cast<int*>(a.positions) + row,
+          a.ancestors == nullptr ? nullptr : static_cast<Key*>(a.ancestors) + row * words,
+          static_cast<int>(words)};
+}
+
+// Ancestor bits 64 * word .. of a node; parents[i] is of node i + 1.
+template <typename Index> __device__ __forceinline__ Key ancestor_word(const Index* parents, int node, int word) {
+  Key bits = word == 0;  // all see the root
+  for (int at = node; at > 0 && at >= 64 * word; at = parents[at - 1]) {
+    if (at < 64 * (word + 1)) bits |= 1ull << (at & 63);
+  }
+  return bits;
+}
 
 // Write the tree: thread i has node i + 1. A key names its parent by level and place, which `index` (shared, for
 // `count` entries) maps to nodes; the parent of node i + 1 is left in parents[i] (likewise).
@@ -121,17 +142,15 @@ __device__ __forceinline__ void write_nodes(Level& level, const Key* best, int c
     const int parent = depth == 0 ? 0 : index[level.first[depth - 1] + parent_of(key)];
     parents[i] = parent;
     out.parents[i + 1] = parent;
-    out.positions[i + 1] = start + depth + 1;
+    out.scores[i + 1] = 0.0f + score_of(key);  // no -0
+    if (out.positions != nullptr) out.positions[i + 1] = start + depth + 1;
   }
-  __syncthreads();
-  // A thread walks up from a node and gathers one word's bits, so that the stores are dense.
-  for (int j = i; j < (count + 1) * out.words; j += blockDim.x) {
-    const int word = j % out.words;
-    Key bits = word == 0;  // all see the root
-    for (int at = j / out.words; at > 0 && at >= 64 * word; at = parents[at - 1]) {
-      if (at < 64 * (word + 1)) bits |= 1ull << (at & 63);
+  if (out.ancestors != nullptr) {
+    __syncthreads();
+    // A thread gathers one word's bits, so that the stores are dense.
+    for (int j = i; j < (count + 1) * out.words; j += blockDim.x) {
+      out.ancestors[j] = ancestor_word(parents, j / out.words, j % out.words);
     }
-    out.ancestors[j] = bits;
   }
   if (node) out.tokens[i + 1] = token;
 }
@@ -180,15 +199,13 @@ __global__ void __launch_bounds__(1024) tree_build_kernel(KdtpTreeBuildArgs a, i
     best = newest;
   }
 
-  const int64_t row = seq * a.max_nodes;
-  const TreeOut out = {static_cast<long long*>(a.tokens) + row, static_cast<int*>(a.parents) + row,
-                       static_cast<int*>(a.positions) + row, static_cast<Key*>(a.ancestors) + row * a.words,
-                       static_cast<int>(a.words)};
-  const int start = static_cast<const int*>(a.starts)[seq];
+  const TreeOut out = tree_out(a, seq);
+  const int start = a.starts == nullptr ? 0 : static_cast<const int*>(a.starts)[seq];
   if (threadIdx.x == 0) {
     out.tokens[0] = static_cast<const long long*>(a.roots)[seq];
     out.parents[0] = -1;
-    out.positions[0] = start;
+    out.scores[0] = 0.0f;
+    if (out.positions != nullptr) out.positions[0] = start;
     static_cast<int*>(a.counts)[seq] = held + 1;
   }
   write_nodes(level, best, held, static_cast<const long long*>(a.ids) + seq * a.depth * k, k, start,

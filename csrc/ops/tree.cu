@@ -1,5 +1,6 @@
 #include "../kernels/tree_accept.cuh"
 #include "../kernels/tree_build.cuh"
+#include "../kernels/tree_grow.cuh"
 
 namespace {
 
@@ -21,9 +22,16 @@ extern "C" int kdtp_tree_build(const KdtpTreeBuildArgs* a) {
             kdtp::kTreeRanksMost);
   KDTP_WANT(a->max_nodes >= 1 && a->max_nodes <= kNodesMost, "tree_build: max_nodes %lld: must be 1..%d",
             (long long)a->max_nodes, kNodesMost);
-  KDTP_WANT(a->words == (a->max_nodes + 63) / 64, "tree_build: words %lld: must be %lld, for %lld nodes",
-            (long long)a->words, (long long)(a->max_nodes + 63) / 64, (long long)a->max_nodes);
+  KDTP_WANT(a->before == 1 || a->before == a->k, "tree_build: before %lld: must be 1, or k, %lld", (long long)a->before,
+            (long long)a->k);
+  KDTP_WANT(a->shape >= KDTP_TREE && a->shape <= KDTP_SEEDED,
+            "tree_build: shape %lld: must be 0 (tree), 1 (chain) or 2 (seeded)", (long long)a->shape);
+  KDTP_WANT(a->starts != nullptr || a->positions == nullptr, "tree_build: positions without starts");
   if (a->seqs == 0) return 0;
+  if (a->shape != KDTP_TREE || a->before > 1) {
+    kdtp::tree_grow_kernel<<<a->seqs, 32, 0, kdtp::stream_of(a->stream)>>>(*a);
+    return kdtp::launched();
+  }
   const int budget = a->max_nodes - 1, k = a->k;
   const cudaError_t code =
       cudaFuncSetAttribute(kdtp::tree_build_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMost);

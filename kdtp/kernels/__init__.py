@@ -1,7 +1,7 @@
 """The ops of the engine: one function each, chosen by the device of its tensors.
 
 Every op has a torch form for CPU tensors and a CUDA form (kernels.cuda, csrc/), chosen by the tensor's device and never
-as a fallback. A form that does not exist is an error that says so: trees on the CPU are kdtp.spec's.
+as a fallback. A form that does not exist is an error that says so: walks on the CPU are kdtp.spec's.
 
 Row invariance, bit for bit: what an op gives for a row depends on that row alone (and on its visible KV rows), never
 on which or how many rows share the call. It holds for one machine and one number of threads; the modules say how each

@@ -39,15 +39,19 @@ def test_small_trees(library):
     rng = np.random.default_rng(0)
     for trial in range(250):
         seqs, length, k = rng.integers(1, 4), rng.integers(0, 9), rng.integers(1, rng.choice([5, 17, 65]))
-        lp = rng.choice(STEPS[: rng.integers(1, len(STEPS) + 1)], (seqs, length, k)).astype(np.float32)
+        after = trial % 2 and k < 17
+        shape = (seqs, length, k, k) if after else (seqs, length, k)
+        lp = rng.choice(STEPS[: rng.integers(1, len(STEPS) + 1)], shape).astype(np.float32)
         if trial % 3 == 0:
             lp *= rng.random(lp.shape, np.float32)
-        lp = -np.sort(-lp, axis=2)
+        if not after:
+            lp = -np.sort(-lp, axis=2)
         if trial % 5 == 0 and length:
-            lp[0, rng.integers(0, length), rng.integers(0, k)] = rng.choice([np.nan, np.inf])
+            lp[0, rng.integers(0, length), ..., rng.integers(0, k)] = rng.choice([np.nan, np.inf])
         most = int(rng.integers(0, 80))
         budgets, limits = rng.integers(-1, most + 3, seqs), rng.integers(-1, length + 2, seqs)
-        case = cases_tree.build_case(str(trial), lp, budgets.tolist(), limits.tolist(), most + 1, trial)
+        kind = int(rng.integers(0, 3))
+        case = cases_tree.build_case(str(trial), lp, budgets.tolist(), limits.tolist(), most + 1, trial, kind)
         assert not library.wrong(case), trial
 
 
@@ -56,16 +60,14 @@ def test_a_wrong_tree_is_seen(library, cases):
     case = next(case for case in cases if case.name == "tree_build-16-7x16")
     for name, output in case.outputs.items():
         expected = output.expected.copy()
-        expected.reshape(-1)[0] ^= expected.dtype.type(1)
+        expected.reshape(-1).view(np.uint8)[0] ^= 1
         outputs = {**case.outputs, name: dataclasses.replace(output, expected=expected)}
         assert library.wrong(dataclasses.replace(case, outputs=outputs)) == [name]
-    with pytest.raises(ValueError, match=r"tree_build: words 2: must be 1, for 17 nodes"):
-        library.wrong(dataclasses.replace(case, scalars={**case.scalars, "words": 2}))
+    with pytest.raises(ValueError, match=r"tree_build: before 2: must be 1, or k, 16"):
+        library.wrong(dataclasses.replace(case, scalars={**case.scalars, "before": 2}))
 
 
-def test_the_binding_takes_cuda_tensors():
+def test_walks_are_of_cuda_tensors():
     ints, longs = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(NotImplementedError, match=r"^tree_build: lp is on cpu: this op has only a CUDA form"):
-        kernels.tree_build(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4).long(), longs, ints, ints, ints, 9)
     with pytest.raises(NotImplementedError, match=r"^tree_accept: tokens is on cpu: this op has only a CUDA form"):
         kernels.tree_accept(longs[:, None], ints[:, None], ints, longs[:, None])

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
+from kdtp import proposals
+from kdtp.spec import tree as spec
 from reference.accept import walk
 from reference.mask import ancestors
-from reference.tree import Marginals, Tree, build, depths
+from reference.tree import Conditionals, Marginals, Tree, build, chain, depths
 from tests.gpu.cases import Case, Output
 
 INF, NAN = np.inf, np.nan
@@ -23,6 +26,7 @@ def cases() -> Iterator[Case]:
     yield from sizes(rng)
     yield from batches(rng)
     yield from hazards()
+    yield from shapes(rng)
     yield from walks(rng)
     yield from malformed()
 
@@ -46,6 +50,28 @@ def batches(rng: np.random.Generator) -> Iterator[Case]:
         budgets = [70, *rng.choice([-4, 0, 1, 2, 63, 64, 65, 98, 99, 100, 2000], 63)][:seqs]
         limits = [7, *rng.choice([-1, 0, 1, 4, 8, 9, 10, 99], 63)][:seqs]
         yield build_case(f"batch-{seqs}", lp, budgets, limits, max_nodes)
+
+
+def shapes(rng: np.random.Generator) -> Iterator[Case]:
+    """Scores after one another, in every shape; chains and seeded trees of marginals, with the hazards of both."""
+    count = len(STYLES)
+    for shape in (0, 1, 2):
+        for budget, length, k in ((0, 7, 16), (1, 7, 16), (16, 7, 16), (64, 15, 16), (200, 3, 64), (1024, 64, 2)):
+            lp = np.stack([conditionals(rng, length, k, style) for style in STYLES])
+            limits = [length, 1, 0, length - 1, length, 99]
+            yield build_case(
+                f"after-{shape}-{budget}-{length}x{k}", lp, [budget] * count, limits, 1 + budget, shape=shape
+            )
+        lp = np.stack([conditionals(rng, 6, 5, style) for style in STYLES])
+        lp[0, 2, 1, 3], lp[1, 0, 0, 0], lp[2, 3] = NAN, INF, -INF
+        lp[3] = np.round(lp[3])
+        yield build_case(f"after-{shape}-hazards", lp, [40, 9, 40, 40, 3, -1], [6] * count, 41, shape=shape)
+    for shape in (1, 2):
+        for budget, length, k in ((5, 7, 16), (16, 7, 16), (64, 15, 64), (1024, 9, 9), (70, 64, 1)):
+            lp = np.stack([marginals(rng, length, k, style) for style in STYLES])
+            lp[1, length // 2, 0] = NAN
+            budgets, limits = [budget, budget, 3, budget, 2000, budget], [length, 99, length, 2, length, 0]
+            yield build_case(f"shape-{shape}-{budget}-{length}x{k}", lp, budgets, limits, 1 + budget, shape=shape)
 
 
 def hazards() -> Iterator[Case]:
@@ -93,32 +119,47 @@ def marginals(rng: np.random.Generator, length: int, k: int, style: str) -> np.n
     return -np.sort(-lp.astype(np.float32), axis=1)[:, :k]
 
 
+def conditionals(rng: np.random.Generator, length: int, k: int, style: str) -> np.ndarray:
+    """Log-probabilities of k candidates after each of the depth before, in no order, float32 [length, k, k]."""
+    rows = marginals(rng, length * k, k, style)
+    return rng.permuted(rows, axis=1).reshape(length, k, k)
+
+
 def build_case(
-    name: str, lp: np.ndarray, budgets: Sequence[int], limits: Sequence[int], max_nodes: int, seed: int = 5
+    name: str,
+    lp: np.ndarray,
+    budgets: Sequence[int],
+    limits: Sequence[int],
+    max_nodes: int,
+    seed: int = 5,
+    shape: int = 0,
 ) -> Case:
-    """lp float32 [seqs, depth, k]; ids, roots and starts are made up."""
+    """lp float32 [seqs, depth, k], or [seqs, depth, k, k] as in Conditionals; ids, roots and starts are made up."""
     rng = np.random.default_rng(seed)
-    seqs, length, k = lp.shape
+    seqs, length, k = lp.shape[0], lp.shape[1], lp.shape[-1]
     words = (max_nodes + 63) // 64
     ids = np.argsort(rng.random((seqs, length, 200)), axis=2)[:, :, :k]
     roots, starts = rng.integers(0, 1 << 31, seqs), rng.integers(0, 130_000, seqs).astype(np.int32)
     outputs = {
         "tokens": untouched((seqs, max_nodes), np.int64),
         "parents": untouched((seqs, max_nodes), np.int32),
+        "scores": untouched((seqs, max_nodes), np.float32),
         "positions": untouched((seqs, max_nodes), np.int32),
         "ancestors": untouched((seqs, max_nodes, words), np.uint64),
         "counts": untouched((seqs,), np.int32),
     }
     before = {name: array.copy() for name, array in outputs.items()}
     for b, (budget, limit) in enumerate(zip(budgets, limits, strict=True)):
+        proposal = (Marginals if lp.ndim == 3 else Conditionals)(lp[b], ids[b])
         with np.errstate(over="ignore"):
-            tree = build(Marginals(lp[b], ids[b]), int(roots[b]), min(budget, max_nodes - 1), limit)
+            tree = SHAPES[shape](proposal, int(roots[b]), min(budget, max_nodes - 1), limit)
+            outputs["scores"][b, : len(tree.tokens)] = scores(proposal, tree)
         n = len(tree.tokens)
         outputs["tokens"][b, :n], outputs["parents"][b, :n] = tree.tokens, tree.parents
         outputs["positions"][b, :n] = starts[b] + np.array(depths(tree.parents))
         outputs["ancestors"][b, :n] = packed(tree, words)
         outputs["counts"][b] = n
-    scalars = {"seqs": seqs, "depth": length, "k": k, "max_nodes": max_nodes, "words": words}
+    scalars = {"seqs": seqs, "depth": length, "before": lp.shape[2] if lp.ndim == 4 else 1, "k": k, "shape": shape}
     inputs = {
         "lp": lp,
         "ids": ids,
@@ -127,7 +168,31 @@ def build_case(
         "depths": np.array(limits, np.int32),
         "starts": starts,
     }
+    scalars |= {"max_nodes": max_nodes}
     return Case(f"tree_build-{name}", "tree_build", scalars, inputs, exact(outputs, before))
+
+
+def seeded(proposal: Marginals | Conditionals, root: int, budget: int, limit: int) -> Tree:
+    """As the host builds it; tests/cpu holds that to its definition."""
+    kind = proposals.Marginals if isinstance(proposal, Marginals) else proposals.Conditionals
+    made = spec.seeded(kind(*map(torch.from_numpy, (proposal.lp, proposal.ids))), root, budget, limit)
+    return Tree(made.tokens, made.parents)
+
+
+SHAPES = (build, chain, seeded)  # in the order of csrc/params.h
+
+
+def scores(proposal: Marginals | Conditionals, tree: Tree) -> list[np.float32]:
+    """Sums along the paths."""
+    found, places = [np.float32(0)], [0]
+    for token, parent, depth in zip(tree.tokens[1:], tree.parents[1:], depths(tree.parents)[1:], strict=True):
+        place = proposal.ids[depth - 1].tolist().index(token)
+        row = proposal.lp[depth - 1]
+        if isinstance(proposal, Conditionals):
+            row = row[places[parent] if depth > 1 else 0]
+        found.append(found[parent] + min(row[place], np.float32(0)))
+        places.append(place)
+    return found
 
 
 def packed(tree: Tree, words: int) -> np.ndarray:

@@ -28,9 +28,14 @@ def proposals(seqs: int) -> tuple[torch.Tensor, ...]:
     return lp, ids, torch.arange(seqs), budgets, depths, starts
 
 
-def build(inputs: tuple[torch.Tensor, ...]) -> Trees:
+def build(inputs: tuple[torch.Tensor, ...], shape: str = "tree") -> Trees:
     """On the GPU."""
-    return kernels.tree_build(*(x.cuda() for x in inputs), MAX_NODES)
+    return built(tuple(x.cuda() for x in inputs), shape=shape)
+
+
+def built(inputs: tuple[torch.Tensor, ...], max_nodes: int = MAX_NODES, shape: str = "tree") -> Trees:
+    """Where they are."""
+    return kernels.tree_build(*inputs[:5], max_nodes, shape, inputs[5])
 
 
 def trees_of(made: Trees) -> list[Tree]:
@@ -52,6 +57,22 @@ def test_trees_are_those_of_spec() -> None:
         assert made.positions[b, : len(built)].tolist() == mask.positions(int(starts[b]), built.parents)
         words = made.ancestors[b, : len(built)].cpu().numpy().astype("<u8")
         assert [int.from_bytes(row.tobytes(), "little") for row in words] == mask.ancestor_bits(built.parents)
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain", "seeded"])
+@pytest.mark.parametrize("after", [False, True], ids=["marginals", "after-one-another"])
+def test_the_cpus_form_gives_the_same_bits(shape: str, after: bool) -> None:
+    lp, ids, *limits = proposals(64)
+    if after:
+        lp, ids = lp[:, :, :16], ids[:, :, :16].contiguous()
+        lp = torch.stack([lp.roll(r, 2) - r / 8 for r in range(16)], 2).contiguous()
+    inputs = (lp, ids, *limits)
+    want, got = built(inputs, shape=shape), build(inputs, shape)
+    assert torch.equal(want.counts, got.counts.cpu()) and int(want.counts.max()) > (8 if shape == "chain" else 128)
+    for mine, theirs in zip(want, got, strict=True):
+        if mine.dim() > 1:
+            for b, n in enumerate(want.counts.tolist()):
+                assert torch.equal(mine[b, :n], theirs[b, :n].cpu())
 
 
 @pytest.mark.parametrize("seqs", [1, 2, 7, 64])
@@ -79,10 +100,10 @@ def test_walks_are_those_of_spec() -> None:
 def test_a_graph_replays_with_new_inputs() -> None:
     first, second = proposals(8), tuple(x.flip(0) for x in proposals(8))
     inputs = tuple(x.cuda() for x in first)
-    kernels.tree_build(*inputs, MAX_NODES)
+    built(inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = kernels.tree_build(*inputs, MAX_NODES)
+        made = built(inputs)
         walks = kernels.tree_accept(made.tokens, made.parents, made.counts, made.tokens)
     for values in (first, second, first):
         for x, value in zip(inputs, values, strict=True):
@@ -97,15 +118,15 @@ def test_a_graph_replays_with_new_inputs() -> None:
 def test_illegal_sizes_are_named() -> None:
     inputs = tuple(x.cuda() for x in proposals(2))
     with pytest.raises(KernelError, match=r"tree_build: max_nodes 1026: must be 1\.\.1025"):
-        kernels.tree_build(*inputs, 1026)
+        built(inputs, 1026)
     with pytest.raises(KernelError, match="tree_build: max_nodes 0"):
-        kernels.tree_build(*inputs, 0)
+        built(inputs, 0)
     wide = [x.repeat(1, 1, 2) for x in inputs[:2]]
     with pytest.raises(KernelError, match=r"tree_build: k 80: must be 1\.\.64"):
-        kernels.tree_build(*wide, *inputs[2:], 9)
+        built((*wide, *inputs[2:]), 9)
     with pytest.raises(TypeError, match=r"tree_build: budgets is torch\.int64"):
-        kernels.tree_build(*inputs[:3], inputs[3].long(), *inputs[4:], 9)
+        built((*inputs[:3], inputs[3].long(), *inputs[4:]), 9)
     with pytest.raises(ValueError, match=r"tree_build: starts has shape \[1\]: must be \[2\]"):
-        kernels.tree_build(*inputs[:5], inputs[5][:1], 9)
+        built((*inputs[:5], inputs[5][:1]), 9)
     with pytest.raises(ValueError, match="tree_build: lp has strides"):
-        kernels.tree_build(inputs[0].transpose(0, 1).contiguous().transpose(0, 1), *inputs[1:], 9)
+        built((inputs[0].transpose(0, 1).contiguous().transpose(0, 1), *inputs[1:]), 9)

@@ -185,6 +185,7 @@ template <typename T> T __shfl_down_sync(unsigned, T x, int by) {
 template <typename T> T __shfl_xor_sync(unsigned, T x, int by) {
   return cuda_on_cpu::from_lane(x, lane_of_thread() ^ by);
 }
+template <typename T> T __shfl_sync(unsigned, T x, int lane) { return cuda_on_cpu::from_lane(x, lane); }
 inline unsigned __ballot_sync(unsigned, int vote) {
   return cuda_on_cpu::among_warp<uint64_t>(vote != 0, [](const uint64_t* lanes) {
     unsigned bits = 0;
@@ -201,6 +202,13 @@ inline int __reduce_add_sync(unsigned, int x) {
   });
 }
 
+inline unsigned __reduce_min_sync(unsigned, unsigned x) {
+  return cuda_on_cpu::among_warp<uint64_t>(x, [](const uint64_t* lanes) {
+    return static_cast<unsigned>(*std::min_element(lanes, lanes + 32));
+  });
+}
+
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline unsigned __float_as_uint(float x) {
