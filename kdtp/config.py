@@ -20,6 +20,7 @@ __all__ = [  # what comes from kdtp.values, and what is made here
     "DTYPES",
     "PLACEMENTS",
     "SHAPES",
+    "TREES",
     "WIDTHS",
     "ConfigError",
     "DrafterConfig",
@@ -163,8 +164,9 @@ class DrafterConfig:
     so many: those that bring the most expected tokens per second by measured time, none if none do. hit[d]: the
     oracle's chance to know depth d + 1 (the last value holds for deeper ones); rank: the truth is put at a random rank
     below this; ngram_max: longest match. placement: of the network, "workers" (split over the ranks, beside the
-    target) or "coordinator" (whole in its process). 0 leaves to the network's file its window (tokens back) and
-    amplitude (of its cosines).
+    target) or "coordinator" (whole in its process). trees: a network's alone are grown on the "device" that drafts, all
+    at once, or one by one on the "host", as all others are; "auto" is the device if that is a GPU. 0 leaves to the
+    network's file its window (tokens back) and amplitude (of its cosines).
     """
 
     name: str = "none"
@@ -174,6 +176,7 @@ class DrafterConfig:
     shape: str = "tree"
     width: str = "budget"
     placement: str = "auto"
+    trees: str = "auto"
     hit: tuple[float, ...] = (1.0,)
     rank: int = 1
     seed: Annotated[int, Range(-(1 << 63), (1 << 63) - 1)] = 0
@@ -192,8 +195,10 @@ class DrafterConfig:
         check_ranges(self, "drafter.")
         network = "dflash" in self.name
         want(bool(self.model) == network, "drafter.model", self.model, "a folder with dflash, else absent")
-        for key, among in (("shape", SHAPES), ("width", WIDTHS), ("placement", PLACEMENTS)):
+        for key, among in (("shape", SHAPES), ("width", WIDTHS), ("placement", PLACEMENTS), ("trees", TREES)):
             want(getattr(self, key) in among, f"drafter.{key}", getattr(self, key), f"one of {', '.join(among)}")
+        legal = self.trees != "device" or self.name == "dflash"
+        want(legal, "drafter.trees", self.trees, f"auto or host with {self.name}: only dflash drafts on a device alone")
         legal = 1 <= len(self.hit) <= _DEEPEST and all(0.0 <= p <= 1.0 for p in self.hit)
         want(legal, "drafter.hit", self.hit, f"1..{_DEEPEST} probabilities 0..1")
         want(1 <= self.rank <= self.topk, "drafter.rank", self.rank, f"1..topk ({self.topk})")
@@ -203,6 +208,7 @@ DRAFTERS = ("none", "oracle", "ngram", "dflash", "dflash+ngram")
 SHAPES = ("tree", "chain", "seeded")
 WIDTHS = ("budget", "auto")
 PLACEMENTS = ("auto", "workers", "coordinator")
+TREES = ("auto", "device", "host")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
 
 from kdtp.types import Count, Token
+
+# Of a tree, as kdtp.spec.tree has them; "" where candidates are wanted.
+Shape: TypeAlias = Annotated[str, Meta(pattern="^(tree|chain|seeded|)$")]
 
 
 class Rows(Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,26 +30,30 @@ class Keep(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 class Root(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Draft what follows `token`, which has `start` committed rows before it; pages: of these rows, if no forward has
-    told them yet."""
+    told them yet; budget, depth: of its tree, if there is to be one: nodes below the root, and how deep."""
 
     seq: Count
     token: Token
     start: Count
     pages: tuple[Count, ...] = ()
+    budget: Count = 0
+    depth: Count = 0
 
 
-class Draft(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Draft for all of these in one forward of the network. Answered by rank 0 alone, with Drafts of that step."""
+class Draft(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
+    """Draft for all of these in one forward of the network, and grow trees of that shape, if one is named. Answered by
+    rank 0 alone, with Drafts of that step."""
 
     epoch: Count
     step: Count
     roots: tuple[Root, ...]
+    shape: Shape = ""
 
 
 class Drafts(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Candidates in the frame after this message: float32 lp, then int32 ids [B, L, K].
+    """What was drafted, in the frame after this message, as kdtp.draft.dflash.frames has it.
 
-    shape: of lp, [B, L, K] as in Marginals or [B, L, K, K] as in Conditionals.
+    shape: of candidates' lp, [B, L, K] as in Marginals or [B, L, K, K] as in Conditionals; of trees [B, M].
     """
 
     epoch: Count

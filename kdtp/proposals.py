@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from kdtp.types import Tree
 
 if TYPE_CHECKING:
     import torch
@@ -63,4 +65,17 @@ class Merged:
     lookup: Trie
 
 
-Proposal = Marginals | Trie | Conditionals | Merged
+class Grown(NamedTuple):
+    """A tree, and the log-probability of each node's path under the drafter; the root's is 0."""
+
+    tree: Tree
+    scores: Sequence[float]
+
+    def cut(self, nodes: int) -> Grown:
+        """Its first nodes below the root: a tree of so small a budget, as parents come before their children."""
+        tree = Tree(self.tree.tokens[: 1 + nodes], self.tree.parents[: 1 + nodes])
+        return Grown(tree, self.scores[: 1 + nodes])
+
+
+Candidates = Marginals | Trie | Conditionals | Merged
+Proposal = Candidates | Grown

@@ -12,11 +12,12 @@ import torch
 
 from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.draft.base import Ask
+from kdtp.draft.dflash.drafter import DFlashDrafter
 from kdtp.engine.assemble import assemble, local_link
 from kdtp.engine.plan import plan
 from kdtp.engine.request import Request
-from kdtp.proposals import Marginals, Proposal
-from kdtp.spec.tree import Grown, grow
+from kdtp.proposals import Grown, Marginals, Proposal
+from kdtp.spec.tree import grow
 from kdtp.types import SamplingParams
 
 DEPTH, TOPK, WIDEST = 7, 16, 63
@@ -86,6 +87,8 @@ def recorded(config: EngineConfig, prompts: Sequence[Sequence[int]], tokens: int
     coordinator, handshake = assemble(plan(config), [local_link()])
     while not handshake.advance(0.1):
         pass
+    if isinstance(coordinator.drafter, DFlashDrafter):
+        coordinator.drafter.shape = ""  # candidates: wider trees are made of them later
     propose, seen = coordinator.drafter.propose, []
 
     def recording(asks: Sequence[Ask]) -> list[Proposal | None]:

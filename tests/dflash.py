@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 
 from kdtp.config import DrafterConfig, EngineConfig, ModelConfig
+from kdtp.draft.base import Ask
+from kdtp.draft.dflash.drafter import DFlashDrafter
 from kdtp.engine.coordinator import Coordinator
 from kdtp.engine.plan import plan
 from kdtp.engine.request import Request
-from kdtp.proposals import Proposal
+from kdtp.proposals import Grown, Proposal
+from kdtp.spec.tree import grow
 from kdtp.types import SamplingParams
 from reference.dflash import DFlashConfig
 from tests.dflash_cases import V1, V2, draw, shapes, write_folder
@@ -55,7 +58,7 @@ class Loaded:
     def harness(self, drafter: DrafterConfig = NONE) -> Harness:
         """Ranks that have this drafter's network."""
         network = dataclasses.replace(
-            drafter, name="dflash" if drafter.network else "none", shape="tree", width="budget", budget=24
+            drafter, name="dflash" if drafter.network else "none", shape="tree", width="budget", budget=24, trees="auto"
         )
         if network not in self._made:
             self._made[network] = Harness(self.model, drafter=network, **self.changes)
@@ -82,6 +85,8 @@ def drafts(
     """All proposals of a run, by the text they were made for; requests: those that run together."""
     coordinator = harness.coordinator(drafter, None, **changes)
     found = {}
+    assert isinstance(coordinator.drafter, DFlashDrafter)
+    coordinator.drafter.shape = ""  # candidates, not trees of them
     propose = coordinator.drafter.propose
 
     def recording(asks):
@@ -98,6 +103,36 @@ def drafts(
         while not coordinator.idle:
             coordinator.step()
     return found, coordinator
+
+
+def grown_alike(
+    harness: Harness, drafter: DrafterConfig, requests: Sequence[Request], **changes: Any
+) -> list[tuple[Request, Grown]]:
+    """All trees of a run that were grown where they were drafted, each with its request; they are what the host grows
+    of the candidates, bit for bit."""
+    coordinator = harness.coordinator(dataclasses.replace(drafter, trees="device"), None, **changes)
+    own = coordinator.drafter
+    assert isinstance(own, DFlashDrafter)
+    propose, found = own.propose, []
+
+    def compared(asks: Sequence[Ask]) -> list[Proposal | None]:
+        grown = propose(asks)
+        own.shape = ""
+        candidates, own.shape = propose(asks), drafter.shape
+        for ask, made, proposal in zip(asks, grown, candidates, strict=True):
+            request = coordinator.scheduler.find(ask.seq)
+            assert request is not None and isinstance(made, Grown) and not isinstance(proposal, Grown | None)
+            want = grow(drafter.shape, proposal, request.tokens[-1], ask.budget, ask.depth)
+            assert made == want, (ask, made, want)
+            found.append((request, made))
+        return grown
+
+    own.propose = compared  # type: ignore[method-assign]
+    for request in requests:
+        coordinator.submit(request)
+    while not coordinator.idle:
+        coordinator.step()
+    return found
 
 
 def accepted_alike(

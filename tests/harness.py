@@ -74,7 +74,8 @@ class Harness:
     def coordinator(self, drafter: DrafterConfig = NONE, known: Mapping | None = None, **settings) -> Coordinator:
         """A fresh coordinator over the loaded ranks."""
         config = dataclasses.replace(self.config, drafter=drafter, **settings)
-        made = draft.make(drafter, known or {}, self.plan.model.vocab_size, placed(config, self.fleet))
+        network, on_gpu = placed(config, self.fleet), config.device == "cuda"
+        made = draft.make(drafter, known or {}, self.plan.model.vocab_size, network, on_gpu)
         coordinator = Coordinator(config, self.plan.model, self.fleet, made, self.compile)
         coordinator.start()
         return coordinator

@@ -49,6 +49,7 @@ _DRAFTER = {
         "drafter-placement",
         "dflash: workers (split over the ranks) or coordinator (whole in its process, on a CPU)",
     ),
+    "trees": ("drafter-trees", "dflash: grown on the device that drafts, on the host, or auto: on a GPU that drafts"),
     "window": ("drafter-window", "dflash: how many tokens back it sees (0: as its file says)"),
     "amplitude": ("drafter-amplitude", "dflash: of its rotary embedding, unless its file says one (0: by its YaRN)"),
 }

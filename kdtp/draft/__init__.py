@@ -19,17 +19,20 @@ def make(
     golden: Mapping[tuple[int, ...], tuple[int, ...]],
     vocab_size: int,
     network: Network | None = None,
+    on_gpu: bool = False,
 ) -> Drafter:
     """The drafter `config.name`. golden: what the oracle knows, prompt -> continuation; network: where it is, for a
-    drafter that is one."""
+    drafter that is one; on_gpu: whether it drafts there."""
     if config.name == "oracle":
         from kdtp.draft.oracle import Oracle  # torch: only where it is needed
 
         return Oracle(config, golden, vocab_size)
     if config.network:
         assert network is not None, "a network that is nowhere"
-        drafter = DFlashDrafter(network)
-        return Both(drafter, Ngram(config)) if config.name == "dflash+ngram" else drafter
+        if config.name == "dflash+ngram":
+            return Both(DFlashDrafter(network), Ngram(config))
+        there = config.trees == "device" or (config.trees == "auto" and on_gpu)
+        return DFlashDrafter(network, config.shape if there else "")
     if config.name == "ngram":
         return Ngram(config)
     assert config.name == "none", config.name

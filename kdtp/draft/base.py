@@ -55,11 +55,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Ask:
-    """Propose for `seq`, at most `depth` tokens after its newest one. pages: as in Kept, for a drafter that kept."""
+    """Propose for `seq`, at most `depth` tokens after its newest one. pages: as in Kept, for a drafter that kept;
+    budget: nodes below that token, for a drafter that proposes a tree."""
 
     seq: int
     depth: int
     pages: Sequence[int] = ()
+    budget: int = 0
 
 
 class Drafter(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kdtp.draft.base import Ask, Drafter, Kept
-from kdtp.proposals import Merged, Proposal, Trie
+from kdtp.proposals import Grown, Merged, Proposal, Trie
 
 
 class Both:
@@ -48,5 +48,5 @@ class Both:
 def _merged(network: Proposal | None, lookup: Proposal | None) -> Proposal | None:
     if network is None or lookup is None:
         return lookup if network is None else network
-    assert isinstance(lookup, Trie) and not isinstance(network, Trie | Merged)
+    assert isinstance(lookup, Trie) and not isinstance(network, Trie | Merged | Grown)
     return Merged(network, lookup)

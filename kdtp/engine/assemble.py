@@ -46,7 +46,8 @@ def assemble(plan: Plan, links: Sequence[Link], serves: bool = False) -> tuple[C
     config, golden = plan.config, plan.golden
     fleet = Fleet(links, epoch=secrets.randbits(52), step_timeout=config.step_timeout)
     known = {golden.prompt: golden.tokens} if golden else {}
-    drafter = draft.make(config.drafter, known, plan.model.vocab_size, placed(config, fleet))
+    on_gpu = config.device == "cuda"
+    drafter = draft.make(config.drafter, known, plan.model.vocab_size, placed(config, fleet), on_gpu)
     grammars = Grammars(config.tokenizer or config.model, plan.model.vocab_size, plan.model.eos_token_ids)
     if serves:
         threading.Thread(target=grammars.prepare, daemon=True).start()

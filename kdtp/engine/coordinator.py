@@ -20,10 +20,10 @@ from kdtp.engine.watched import Watched
 from kdtp.engine.widths import Widths
 from kdtp.log import logger
 from kdtp.messages import Failed, Finished
-from kdtp.proposals import Proposal
+from kdtp.proposals import Grown, Proposal
 from kdtp.spec import accept
 from kdtp.spec.grammar import Matcher
-from kdtp.spec.tree import Grown, grow
+from kdtp.spec.tree import grow
 from kdtp.types import NO_TOKEN, ROOT, Grammar, Move, SeqRows, Tree, depths
 
 Compile = Callable[[Grammar], Matcher]
@@ -169,9 +169,8 @@ class Coordinator:
         self._spent[name] = time.perf_counter() - start
 
     def _propose(self, turns: Sequence[Turn]) -> dict[int, Proposal]:
-        requests = [turn.request for turn in turns if self._width(turn) > 0]
-        asks = [Ask(request.id, self._room(request), request.pages) for request in requests]
-        asks = [ask for ask in asks if ask.depth > 0]
+        asks = [Ask(t.request.id, self._room(t.request), t.request.pages, self._width(t)) for t in turns]
+        asks = [ask for ask in asks if ask.depth > 0 and ask.budget > 0]
         if not asks:
             return {}
         if self.widths and not self.widths.drafts(len(asks)):

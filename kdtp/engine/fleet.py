@@ -96,14 +96,14 @@ class Fleet:
         except EngineFault as fault:
             self._fault = fault
 
-    def draft(self, roots: Sequence[Root]) -> tuple[tuple[int, ...], bytes]:
+    def draft(self, roots: Sequence[Root], shape: str = "") -> tuple[tuple[int, ...], bytes]:
         """Draft on all ranks: the shape of what rank 0 answers, and its frame, as in Drafts. EngineFault as forward."""
         if self._fault is not None:
             raise self._fault
-        self.send(Draft(self.epoch, self.step, tuple(roots)))
+        self.send(Draft(self.epoch, self.step, tuple(roots), shape))
         deadline = time.monotonic() + self._step_timeout
         drafts, frame = self._gather(Drafts, self.links[:1], deadline)[0]
-        if drafts.shape[:1] != (len(roots),) or len(drafts.shape) not in (3, 4):
+        if drafts.shape[:1] != (len(roots),) or len(drafts.shape) not in ((2,) if shape else (3, 4)):
             raise EngineFault(f"step {self.step}: drafts of shape {drafts.shape} for {len(roots)} roots")
         return drafts.shape, frame or b""
 

@@ -7,20 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from kdtp.config import EngineConfig
 from kdtp.draft.base import Kept
 from kdtp.draft.dflash import config as configs
 from kdtp.draft.dflash.drafter import Network
+from kdtp.draft.dflash.frames import pack, unpack
 from kdtp.draft.dflash.network import Block, DFlash, TargetPart
-from kdtp.draft.dflash.part import lines, unpack
+from kdtp.draft.dflash.part import lines
 from kdtp.drafting import Root, Rows
 from kdtp.engine import features
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.link import EngineFault
 from kdtp.model.comm import Solo
 from kdtp.model.weights.load import Weights, open_model
-from kdtp.proposals import Conditionals, Marginals
+from kdtp.proposals import Conditionals, Grown, Marginals
 from kdtp.types import MOST_THREADS, WIDE
 
 
@@ -44,13 +46,13 @@ class OnRanks:
 
     def root(self, root: Root, pages: Sequence[int], told: bool) -> Root:
         """As Network: pages that a forward has told are known."""
-        return root if told else Root(root.seq, root.token, root.start, tuple(pages))
+        return root if told else replace(root, pages=tuple(pages))
 
-    def draft(self, roots: Sequence[Root]) -> Sequence[Marginals | Conditionals]:
+    def draft(self, roots: Sequence[Root], shape: str) -> Sequence[Marginals | Conditionals | Grown]:
         """As Network. EngineFault as Fleet.draft."""
-        shape, frame = self._fleet.draft(roots)
+        drafted, frame = self._fleet.draft(roots, shape)
         try:
-            return unpack(shape, frame).proposals()
+            return unpack(drafted, frame)
         except ValueError as error:
             raise EngineFault(f"step {self._fleet.step}: {error}") from None
 
@@ -87,12 +89,12 @@ class OnCoordinator:
 
     def root(self, root: Root, pages: Sequence[int], told: bool) -> Root:
         """As Network."""
-        return Root(root.seq, root.token, root.start, tuple(pages))
+        return replace(root, pages=tuple(pages))
 
-    def draft(self, roots: Sequence[Root]) -> Sequence[Marginals | Conditionals]:
+    def draft(self, roots: Sequence[Root], shape: str) -> Sequence[Marginals | Conditionals | Grown]:
         """As Network."""
         blocks = [Block(root.token, lines(root.pages, root.start)) for root in roots]
-        return self._network.draft(blocks, self._config.drafter.topk).proposals()
+        return unpack(*pack(self._network.draft(blocks, self._config.drafter.topk), roots, shape))
 
     def _left(self) -> torch.Tensor:
         """What the last forward has left. EngineFault if rank 0's memory cannot be mapped."""

@@ -95,10 +95,7 @@ def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     if max(network.target_layer_ids) >= model.num_hidden_layers:
         layers = model.num_hidden_layers
         raise ConfigError(f"{path}: target_layer_ids = {network.target_layer_ids}: the model has {layers} layers")
-    placement = _best_place(config, model) if chosen.placement == "auto" else chosen.placement
-    if placement == "coordinator" and config.device != "cpu":
-        text = f"drafter.placement = {placement!r}: must be 'workers' on {config.device}"
-        raise ConfigError(f"{text}: features stay on the GPUs that made them", "drafter.placement")
+    placement = _placement(config, model)
     if placement == "workers" and config.tp not in network.legal_tp():
         legal = ", ".join(map(str, network.legal_tp()))
         raise ConfigError(f"tp = {config.tp}: the drafter {path} can be split over {legal} ranks", "tp")
@@ -107,10 +104,17 @@ def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
         return dataclasses.replace(chosen, model=str(path), block=block, placement=placement)
 
 
-def _best_place(config: EngineConfig, model: ModelConfig) -> str:
-    """Where a network drafts faster: on a CPU, what is small costs less than its collectives (docs/benchmarks.md)."""
-    small = config.device == "cpu" and config.tp > 1 and model.hidden_size < WIDE
-    return "coordinator" if small else "workers"
+def _placement(config: EngineConfig, model: ModelConfig) -> str:
+    """Where the network is; "auto" is where it drafts faster."""
+    placement, cpu = config.drafter.placement, config.device == "cpu"
+    if placement == "coordinator" and not cpu:
+        if config.tp > 1:
+            text = f"drafter.placement = {placement!r}: must be 'workers' with {config.tp} ranks on {config.device}"
+            raise ConfigError(f"{text}: features stay on the GPUs that made them", "drafter.placement")
+        return "workers"  # the only rank is in the coordinator's process, and the network is whole there
+    # On a CPU, what is small costs less than its collectives (docs/benchmarks.md).
+    small = cpu and config.tp > 1 and model.hidden_size < WIDE
+    return ("coordinator" if small else "workers") if placement == "auto" else placement
 
 
 def _file(path: str) -> _Model:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kdtp.engine.outcome import Event, Outcome
 from kdtp.engine.scheduler import Turn
-from kdtp.spec.tree import Grown
+from kdtp.proposals import Grown
 from kdtp.types import ROOT, SeqRows
 from kdtp.watch import Round
 

@@ -16,7 +16,7 @@ from kdtp.engine.scheduler import Turn
 from kdtp.kernels import TILE
 from kdtp.log import logger
 from kdtp.messages import Begin
-from kdtp.spec.tree import Grown
+from kdtp.proposals import Grown
 from kdtp.spec.width import Costs, Policy
 from kdtp.types import GRAPH_ROWS, ROOT, SeqRows
 

@@ -182,9 +182,10 @@ class Worker:
         self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), tuple(wanted), shape, made, left), frame)
 
     def _draft(self, message: Draft) -> None:
-        shape, frame = self.part.draft(message.roots)
+        drafted = self.part.draft(message.roots, message.shape)
         self.shard.comm.check()
-        if self.rank == 0:
+        if drafted is not None:
+            shape, frame = drafted
             self._emit(Drafts(self._epoch, self._step, self.rank, shape), frame)
 
     def _shutdown(self, reason: str) -> None:

@@ -2,7 +2,7 @@
 
 One total order decides everything: score descending, then depth, parent index and rank ascending, where the score of
 a node is the float32 sum of the log-probabilities along its path. Log-probabilities are never above 0 and rounding
-is monotone, so a child never beats its parent nor a rank its elder; the heap, the level-synchronous form and a full
+is monotone, so a child never beats its parent nor a rank its elder; the heap, kernels.tree_build's forms and a full
 sort therefore give one identical list, ties included. Source: DDTree, arXiv 2604.12989, sections 3.1-3.3, with a
 tie rule of our own.
 """
@@ -16,9 +16,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-import torch
-
-from kdtp.proposals import Conditionals, Marginals, Merged, Proposal, Trie
+from kdtp.proposals import Candidates, Conditionals, Grown, Marginals, Merged, Proposal, Trie
 from kdtp.types import ROOT, Tree
 
 
@@ -35,20 +33,10 @@ _Pair = tuple[int | None, int | None]
 _States = Callable[[int], _Ranked]  # what follows in a state: a depth, a candidate, a node; 0 is the root's
 
 
-class Grown(NamedTuple):
-    """A tree, and the log-probability of each node's path under the drafter; the root's is 0."""
-
-    tree: Tree
-    scores: Sequence[float]
-
-    def cut(self, nodes: int) -> Grown:
-        """Its first nodes below the root: a tree of so small a budget, as parents come before their children."""
-        tree = Tree(self.tree.tokens[: 1 + nodes], self.tree.parents[: 1 + nodes])
-        return Grown(tree, self.scores[: 1 + nodes])
-
-
 def grow(shape: str, proposal: Proposal, root: int, budget: int, max_depth: int) -> Grown:
-    """The tree that `build` ("tree"), `chain` or `seeded` gives, with its scores."""
+    """The tree that `build` ("tree"), `chain` or `seeded` gives, with its scores; a proposal that is one, as it is."""
+    if isinstance(proposal, Grown):
+        return proposal
     spine = min(budget, max_depth) if shape == "seeded" else 0
     return _best_first(_states(proposal, 1 if shape == "chain" else None), root, budget, max_depth, spine)
 
@@ -110,7 +98,7 @@ def _best_first(states: _States, root: int, budget: int, max_depth: int, spine: 
     return Grown(Tree(tuple(tokens), tuple(parents)), [0.0 - cost for cost in costs])
 
 
-def _states(proposal: Proposal, width: int | None) -> _States:
+def _states(proposal: Candidates, width: int | None) -> _States:
     match proposal:
         case Marginals():
             return _of_marginals(proposal, width)
@@ -202,68 +190,3 @@ def _sorted(found: list[tuple[float, int, int]], width: int | None) -> _Ranked:
     best = _Ranked(*zip(*found[:width], strict=True))
     assert len(set(best.ids)) == len(best.ids), f"siblings share a token: {found}"
     return best
-
-
-def build_level_synchronous(
-    lp: torch.Tensor, ids: torch.Tensor, roots: Sequence[int], budgets: Sequence[int], max_depths: Sequence[int]
-) -> list[Tree]:
-    """The trees of `build` for B sequences at once, in L dependent steps instead of `budget`.
-
-    lp float32 [B, L, K], ids int64 [B, L, K]: as in Marginals; roots, budgets, max_depths: per sequence.
-    The best nodes of depth d are among {the best of depth d - 1} x {ranks of depth d}; the tree is the best of their
-    union. All selections are stable, which is the order's tie rule.
-    """
-    most = max(budgets, default=0)
-    lp = _usable(lp, max_depths)
-    sequences, length, width = lp.shape
-    # All lists are over the candidates found so far; entry 0 is the root, so that parents can name it.
-    scores, tokens, parents = [lp.new_zeros(sequences, 1)], [ids.new_zeros(sequences, 1)], [ids.new_zeros(sequences, 1)]
-    first = 0  # entry at which the last level starts
-    for d in range(min(length, most)):
-        f, r = _pairs(scores[-1].shape[1], width, most - d, lp.device)
-        score, order = (scores[-1][:, f] + lp[:, d, r]).sort(dim=1, descending=True, stable=True)
-        order = order[:, : most - d]
-        parents.append(first + f[order])
-        tokens.append(ids[:, d].gather(1, r[order]))
-        first += scores[-1].shape[1]
-        scores.append(score[:, : most - d])
-    return _merge(scores, tokens, parents, roots, budgets)
-
-
-def _usable(lp: torch.Tensor, max_depths: Sequence[int]) -> torch.Tensor:
-    """lp with every depth that may not be used at -inf; what is below it then has no finite score."""
-    bad = (lp.isnan() | (lp == math.inf)).any(dim=2)
-    deep = torch.arange(lp.shape[1], device=lp.device) >= torch.tensor(max_depths, device=lp.device)[:, None]
-    return lp.masked_fill((bad | deep)[:, :, None], -math.inf).clamp(max=0.0)
-
-
-def _pairs(frontier: int, width: int, keep: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(frontier index f, rank r) of the candidates that can be among the best `keep` of a level, f major.
-
-    Each of the (f + 1)(r + 1) pairs that are no worse in both comes before (f, r) in the order.
-    """
-    f = torch.arange(1, frontier + 1, device=device)
-    r = torch.arange(1, min(width, keep) + 1, device=device)
-    pairs = (f[:, None] * r <= keep).nonzero()
-    return pairs[:, 0], pairs[:, 1]
-
-
-def _merge(
-    scores: list[torch.Tensor],
-    tokens: list[torch.Tensor],
-    parents: list[torch.Tensor],
-    roots: Sequence[int],
-    budgets: Sequence[int],
-) -> list[Tree]:
-    score, order = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)  # the root stays first
-    place = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
-    token = torch.cat(tokens, dim=1).gather(1, order)
-    parent = place.gather(1, torch.cat(parents, dim=1).gather(1, order))
-    sizes = (score > -math.inf).sum(dim=1).tolist()
-    trees = []
-    for root, budget, size, t, p in zip(roots, budgets, sizes, token.tolist(), parent.tolist(), strict=True):
-        n = min(size, 1 + max(budget, 0))
-        trees.append(Tree((root, *t[1:n]), (ROOT, *p[1:n])))
-    return trees

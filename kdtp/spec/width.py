@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median_low
 
-from kdtp.spec.tree import Grown
+from kdtp.proposals import Grown
 
 BINS = 16  # of scores, half a nat each; the last has all that are lower
 SHORTEST = 1024  # positions; contexts are alike up to here, then by powers of two

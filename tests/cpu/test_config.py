@@ -128,7 +128,7 @@ def test_the_table_has_every_number(cls: type) -> None:
     others = {
         "scoring_func", "topk_method", "norm_topk_prob", "rope_scaling", "eos_token_ids", "name", "shape", "hit",
         "model", "device", "dtype", "drafter", "graphs", "prefix_cache", "stop_tokens", "ignore_eos",
-        "allowed_tokens", "banned_tokens", "logit_bias", "grammar", "width", "placement", "tokenizer",
+        "allowed_tokens", "banned_tokens", "logit_bias", "grammar", "width", "placement", "trees", "tokenizer",
     }  # fmt: skip
     assert numbers - others == set(LEGAL[cls][1])
 

@@ -18,7 +18,7 @@ from kdtp.engine.request import Request
 from kdtp.engine.scheduler import QueueFull
 from kdtp.engine.watched import scores
 from kdtp.messages import Commit, Failed, Finished, Ids, Tokens
-from kdtp.spec.tree import Grown
+from kdtp.proposals import Grown
 from kdtp.types import ROOT, SamplingParams, SeqRows, Tree
 from kdtp.watch import Round
 from tests.fake_target import VOCAB, FakeWorker, continuation, model

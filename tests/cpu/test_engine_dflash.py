@@ -23,13 +23,14 @@ from kdtp.model.weights.safetensors import CheckpointError
 from kdtp.types import SamplingParams
 from reference.cache import Cache
 from reference.norm import rms_norm
-from tests.dflash import Loaded, accepted_alike, drafter_folder, drafts, random_text, settings
+from tests.dflash import Loaded, accepted_alike, drafter_folder, drafts, grown_alike, random_text, settings
 from tests.dflash_cases import V1, V2
 from tests.harness import NONE, Harness
 from tests.processes import TINY
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("dflash")]
-WAYS = ({"shape": "chain"}, {"shape": "seeded"}, {"name": "dflash+ngram"})
+THERE = {"trees": "device"}
+WAYS = ({"shape": "chain"}, {"shape": "seeded"} | THERE, {"name": "dflash+ngram"})
 HERE = {"placement": "coordinator"}
 LONG = dataclasses.replace(RANDOM["grouped"], max_position_embeddings=400, vocab_size=53)
 
@@ -55,12 +56,13 @@ def ranks(request, tmp_path_factory):
 @pytest.mark.parametrize("version", ["v1", "v2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_any_draft_gives_the_text_and_the_bits_of_plain_decoding(loaded, version, temperature):
-    check_drafts(loaded, version, temperature, ({}, *WAYS, HERE, {"budget": 7, "window": 16}, {"budget": 0}))
+    others = HERE, HERE | THERE, {"budget": 7, "window": 16} | THERE, {"budget": 0}
+    check_drafts(loaded, version, temperature, ({}, *WAYS, *others))
 
 
 def test_networks_of_many_ranks(ranks):
     many, version, places = ranks
-    check_drafts(many, version, 0.8, (*places, WAYS[-1]), size=10)
+    check_drafts(many, version, 0.8, (*places, THERE, WAYS[-1]), size=10)
 
 
 def check_drafts(loaded, version, temperature, all_changes, size=14):
@@ -85,6 +87,32 @@ def test_any_number_of_ranks_and_the_coordinator_draft_alike(ranks, loaded):
         for text, proposal in one.items():
             assert_close(found[text].lp, proposal.lp, atol=2e-5)
             assert torch.equal(found[text].ids, proposal.ids)
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain", "seeded"])
+@pytest.mark.parametrize("place", [{}, HERE], ids=["workers", "coordinator"])
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_trees_are_the_same_wherever_they_are_grown(loaded, version, place, shape):
+    """Of many sequences at once, each with a budget and a depth of its own, down to nothing."""
+    drafter = loaded.settings(version, shape=shape, **place)
+    sizes = zip((None, 3, 0, 24), (14, 9, 12, 3), strict=True)
+    requests = [
+        Request(i, random_text(i, 20 + i), SamplingParams(max_tokens=size), budget=budget)
+        for i, (budget, size) in enumerate(sizes)
+    ]
+    grown = grown_alike(loaded.harness(drafter), drafter, requests)
+    nodes = [max((len(made.tree) - 1 for request, made in grown if request.id == i), default=0) for i in range(4)]
+    assert nodes[1] == 3 and nodes[2] == 0 and (nodes[0], nodes[3]) == ((4, 2) if shape == "chain" else (24, 24))
+
+
+@pytest.mark.parametrize("name", ["v1", "v2"])
+def test_measured_widths_of_trees_that_are_grown_there(loaded, name):
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=3)
+    prompts = [random_text(i, size) for i, size in enumerate((1, 20, 30))]
+    plain = loaded.harness(loaded.settings(name)).run(prompts, params)
+    drafter = loaded.settings(name, width="auto", **THERE)
+    done = loaded.harness(drafter).run(prompts, params, drafter)
+    assert [d.tokens for d in done] == [d.tokens for d in plain]
 
 
 def copies(requests):
@@ -231,8 +259,13 @@ def test_placements_that_are_not(placement, tmp_path, monkeypatch):
         return
     monkeypatch.setattr(plans, "_check_cuda", lambda: None)
     folder = drafter_folder(tmp_path, V1, plan(EngineConfig(str(TINY))).model)
-    with pytest.raises(ConfigError, match="placement = 'coordinator': must be 'workers' on cuda: features stay"):
-        plan(EngineConfig(str(TINY), device="cuda", drafter=settings(folder, placement=placement)))
+    config = EngineConfig(str(TINY), tp=2, device="cuda", drafter=settings(folder, placement=placement))
+    with pytest.raises(
+        ConfigError, match="placement = 'coordinator': must be 'workers' with 2 ranks on cuda: features"
+    ):
+        plan(config)
+    alone = plan(dataclasses.replace(config, tp=1)).config.drafter  # one process, whose network is beside the target
+    assert alone.placement == "workers"
 
 
 def test_ranks_that_the_drafter_cannot_be_split_over(tmp_path):

@@ -20,7 +20,7 @@ DRAFTERS = tuple(f"kdtp.draft.{name}" for name in ("ngram", "oracle", "none", "d
 ALLOWED = {  # a module or package, and the modules and packages of this repository it may import beside itself
     "kdtp.version": (),
     "kdtp.types": (),
-    "kdtp.proposals": (),
+    "kdtp.proposals": ("kdtp.types",),
     "kdtp.watch": ("kdtp.types",),
     "kdtp.drafting": ("kdtp.types",),
     "kdtp.messages": ("kdtp.types", "kdtp.watch", "kdtp.drafting"),

@@ -1,4 +1,4 @@
-"""spec.tree: heap == level-synchronous == full sort by the total order, hazards, optimality."""
+"""spec.tree: heap == full sort by the total order, hazards, optimality."""
 
 import itertools
 import math
@@ -112,20 +112,6 @@ def test_heap_is_the_full_sort_for_tries(proposal, budget, max_depth):
     assert tree.build(proposal, 42, budget, max_depth) == by_full_sort(proposal, 42, budget, max_depth)
 
 
-@PROPERTY
-@given(st.lists(st.tuples(small_marginals(), *LIMITS), min_size=1, max_size=5))
-def test_level_synchronous_is_the_heap(batch):
-    """Ragged budgets and depths; sequences are padded to one [L, K] with -inf, which is no candidate."""
-    length, width = max(len(m.lp) for m, _, _ in batch), max(m.lp.shape[1] for m, _, _ in batch)
-    lp, ids = torch.full((len(batch), length, width), -INF), torch.zeros(len(batch), length, width, dtype=torch.int64)
-    for b, (m, _, _) in enumerate(batch):
-        lp[b, : m.lp.shape[0], : m.lp.shape[1]] = m.lp
-        ids[b, : m.lp.shape[0], : m.lp.shape[1]] = m.ids
-    roots, budgets, depths = range(len(batch)), [b for _, b, _ in batch], [d for _, _, d in batch]
-    got = tree.build_level_synchronous(lp, ids, roots, budgets, depths)
-    assert got == [tree.build(m, root, b, d) for root, (m, b, d) in zip(roots, batch, strict=True)]
-
-
 def random_rows(rng: np.random.Generator, length: int, width: int) -> Marginals:
     """Sharp, flat, tied, partly masked or all-equal depths of a vocabulary of 300."""
     logits = rng.standard_normal((length, 300)).astype(np.float32) * rng.choice([0.1, 1, 4, 12], (length, 1))
@@ -143,20 +129,6 @@ def random_rows(rng: np.random.Generator, length: int, width: int) -> Marginals:
         lp[rng.integers(0, length), rng.integers(0, width)] = rng.choice([NAN, INF])
     lp[:, 0] += np.float32(1e-7) * int(rng.integers(0, 2))  # may exceed 0
     return Marginals(lp, ids)
-
-
-@pytest.mark.parametrize("budget", [0, 1, 7, 16, 64, 1024])
-@pytest.mark.parametrize(("length", "width"), [(7, 16), (1, 64), (64, 1), (15, 64)])
-def test_level_synchronous_is_the_heap_at_size(budget, length, width):
-    rng = np.random.default_rng(budget * 1000 + length)
-    for _ in range(3):
-        rows = [random_rows(rng, length, width) for _ in range(4)]
-        budgets = [budget, *rng.integers(0, budget + 1, 3).tolist()]
-        depths = [length, *rng.integers(0, length + 2, 3).tolist()]
-        lp, ids = torch.stack([m.lp for m in rows]), torch.stack([m.ids for m in rows])
-        got = tree.build_level_synchronous(lp, ids, [1, 2, 3, 4], budgets, depths)
-        want = [tree.build(m, i + 1, b, d) for i, (m, b, d) in enumerate(zip(rows, budgets, depths, strict=True))]
-        assert got == want
 
 
 def test_order_of_one_tree_by_hand():
@@ -190,9 +162,6 @@ def test_scores_are_float32_path_sums():
 def test_hazards(lp, nodes):
     proposal = marginals(lp)
     assert len(tree.build(proposal, 5, 64, 9)) == 1 + nodes
-    assert tree.build_level_synchronous(proposal.lp[None], proposal.ids[None], [5], [64], [9]) == [
-        tree.build(proposal, 5, 64, 9)
-    ]
 
 
 @pytest.mark.parametrize(("budget", "depth"), [(0, 7), (-3, 7), (7, 0), (7, -1)])
@@ -202,11 +171,6 @@ def test_root_only(budget, depth):
     assert tree.build(proposal, 5, budget, depth) == tree.chain(proposal, 5, budget, depth) == root_only
     assert tree.build(Trie([1, 2], [0, 1], [-0.5, -0.5]), 5, budget, depth) == root_only
     assert tree.build(Trie([], [], []), 5, 9, 9) == root_only
-    for lp in (proposal.lp[None], proposal.lp[None, :0]):
-        ids = torch.zeros_like(lp, dtype=torch.int64)
-        assert tree.build_level_synchronous(lp, ids, [5], [budget], [depth]) == [root_only]
-    none = torch.zeros(1, 3, 0)
-    assert tree.build_level_synchronous(none, none.long(), [5], [4], [4]) == [root_only]
 
 
 def test_clamped_lp_cannot_beat_its_parent():

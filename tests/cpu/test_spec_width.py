@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.engine.plan import plan
-from kdtp.spec.tree import Grown
+from kdtp.proposals import Grown
 from kdtp.spec.width import Calibration, Costs, Pauses, Policy, allot
 from kdtp.types import ROOT, Tree
 from scripts.bench_width import MACHINES, padded, parse, results, texts

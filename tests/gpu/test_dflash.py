@@ -14,7 +14,7 @@ from kdtp.types import SamplingParams
 from reference.config import to_metadata
 from reference.weights import random_weights
 from scripts import gen_model_ref
-from tests.dflash import Loaded, accepted_alike, drafts, random_text
+from tests.dflash import Loaded, accepted_alike, drafts, grown_alike, random_text
 from tests.gpu.conftest import missing
 from tests.paths import TINY, V3
 
@@ -59,7 +59,15 @@ def test_any_draft_gives_the_text_and_the_bits_of_plain_decoding(loaded, version
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=3)
     prompts = [random_text(i, size) for i, size in enumerate((1, 20, 90, 200))]
     plain = loaded.harness().run(prompts, params)
-    ways = ({}, {"shape": "chain"}, {"budget": 7}, {"window": 16}, {"budget": 0})
+    ways = (
+        {},
+        {"trees": "host"},
+        {"shape": "chain"},
+        {"shape": "seeded"},
+        {"budget": 7},
+        {"window": 16},
+        {"budget": 0},
+    )
     drafters = (loaded.settings(version, **changes) for changes in ways)
     accepted = accepted_alike(loaded, plain, prompts, params, drafters, prefill_chunk=64, max_batch=3)
     with capsys.disabled():
@@ -77,6 +85,22 @@ def test_widths_by_measured_cost_give_the_text_and_the_bits_of_plain_decoding(lo
     done = loaded.harness(drafter).run(prompts, params, drafter)
     for got, want in zip(done, plain, strict=True):
         assert got.tokens == want.tokens and got.logits.tobytes() == want.logits.tobytes()
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain", "seeded"])
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_trees_are_those_that_the_host_grows(loaded, version, shape):
+    """Of one sequence and of many at once, each with a budget and a depth of its own, down to nothing."""
+    drafter = loaded.settings(version, shape=shape, budget=64)
+    harness = loaded.harness(drafter)
+    sizes = list(zip((None, 3, 0, 24, 64, 1, 17, 40), (14, 9, 12, 3, 20, 8, 2, 30), strict=True))
+    batch = [
+        Request(i, random_text(i, 20 + 9 * i), SamplingParams(max_tokens=size), budget=budget)
+        for i, (budget, size) in enumerate(sizes)
+    ]
+    grown = grown_alike(harness, drafter, batch) + grown_alike(harness, drafter, [requests(40)[2]])
+    nodes = {len(made.tree) - 1 for _, made in grown}
+    assert {1, 3, 64} <= nodes if shape != "chain" else max(nodes) == 4, nodes
 
 
 def requests(size=9):

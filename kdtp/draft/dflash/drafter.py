@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kdtp.draft.base import Ask, Kept
 from kdtp.drafting import Root
-from kdtp.proposals import Conditionals, Marginals, Proposal
+from kdtp.proposals import Conditionals, Grown, Marginals, Proposal
 
 
 class Network(Protocol):
@@ -24,8 +24,8 @@ class Network(Protocol):
         """A root with as many of its pages as the network must be told; told: whether a forward has told them all."""
         ...
 
-    def draft(self, roots: Sequence[Root]) -> Sequence[Marginals | Conditionals]:
-        """Candidates for what follows each root."""
+    def draft(self, roots: Sequence[Root], shape: str) -> Sequence[Marginals | Conditionals | Grown]:
+        """What follows each root: candidates, or if a shape is named a tree of them, grown where they are."""
         ...
 
 
@@ -41,9 +41,10 @@ class _Follow:
 
 
 class DFlashDrafter:
-    """Follows texts; Marginals of version 1, Conditionals of version 2."""
+    """Follows texts. With a shape it proposes trees, without one Marginals of version 1, Conditionals of version 2."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, shape: str = "") -> None:
+        self.shape = shape
         self._network = network
         self._seqs: dict[int, _Follow] = {}
 
@@ -72,7 +73,7 @@ class DFlashDrafter:
 
     def propose(self, asks: Sequence[Ask]) -> list[Proposal | None]:
         """One forward of the network for all."""
-        found = self._network.draft([self._root(ask) for ask in asks])
+        found = self._network.draft([self._root(ask) for ask in asks], self.shape)
         return [_cut(proposal, ask.depth) for proposal, ask in zip(found, asks, strict=True)]
 
     def close(self, seq: int) -> None:
@@ -82,8 +83,9 @@ class DFlashDrafter:
     def _root(self, ask: Ask) -> Root:
         follow = self._seqs[ask.seq]
         assert follow.start == follow.tokens - 1, f"sequence {ask.seq}: {follow.start} rows of {follow.tokens} tokens"
-        return self._network.root(Root(ask.seq, follow.token, follow.start), ask.pages, follow.told)
+        root = Root(ask.seq, follow.token, follow.start, budget=ask.budget, depth=ask.depth)
+        return self._network.root(root, ask.pages, follow.told)
 
 
-def _cut(proposal: Marginals | Conditionals, depth: int) -> Proposal:
-    return type(proposal)(proposal.lp[:depth], proposal.ids[:depth])
+def _cut(proposal: Marginals | Conditionals | Grown, depth: int) -> Proposal:
+    return proposal if isinstance(proposal, Grown) else type(proposal)(proposal.lp[:depth], proposal.ids[:depth])

@@ -11,8 +11,9 @@ import torch
 from kdtp.config import DrafterConfig
 from kdtp.draft.base import Target
 from kdtp.draft.dflash import config as configs
+from kdtp.draft.dflash.frames import Frame, pack
 from kdtp.draft.dflash.graphs import MOST_SEQS, Graphs
-from kdtp.draft.dflash.network import Block, DFlash, Drafted, TargetPart
+from kdtp.draft.dflash.network import Block, DFlash, TargetPart
 from kdtp.drafting import Root, Rows
 from kdtp.types import PAGE_ROWS
 
@@ -31,7 +32,7 @@ class Part:
         folder = Path(config.model)
         network = configs.read(folder, config.amplitude or None, config.window)
         own = TargetPart(target.embed, target.head, target.vocab_start)
-        self._target, self._topk = target, config.topk
+        self._target, self._topk, self._answers = target, config.topk, comm.rank == 0
         self._network = DFlash(folder, network, own, comm, target.rows)
         self._graphs: Graphs | None = None
         self._tapped = target.tap(network.target_layer_ids)
@@ -58,12 +59,14 @@ class Part:
             rows, at, into = where.to(features.device, non_blocking=True)
             self._network.absorb(features[rows], at, into)
 
-    def draft(self, roots: Sequence[Root]) -> tuple[tuple[int, ...], bytes]:
-        """Candidates for each: shape and frame of Drafts."""
+    def draft(self, roots: Sequence[Root], shape: str) -> Frame | None:
+        """What the message Drafts says of each, on the rank that answers."""
         blocks = [Block(root.token, self._line(root)) for root in roots]
         if self._graphs is not None and len(blocks) <= MOST_SEQS:
-            return pack(self._graphs.draft(blocks))
-        return pack(self._network.draft(blocks, self._topk))
+            drafted = self._graphs.draft(blocks)
+        else:
+            drafted = self._network.draft(blocks, self._topk)
+        return pack(drafted, roots, shape) if self._answers else None
 
     def _line(self, root: Root) -> torch.Tensor:
         """The context row of each row before the root."""
@@ -78,21 +81,3 @@ def lines(pages: Sequence[int], count: int) -> torch.Tensor:
 def taps(config: DrafterConfig) -> tuple[int, ...]:
     """The layers of the target that the network reads."""
     return configs.read(Path(config.model)).target_layer_ids
-
-
-def pack(drafted: Drafted) -> tuple[tuple[int, ...], bytes]:
-    """The shape of lp, and lp and ids as they go over the wire: in one copy from the device."""
-    lp, ids = drafted
-    both = torch.cat([lp.float().flatten().view(torch.int32), ids.flatten().int()])
-    return tuple(lp.shape), both.cpu().numpy().tobytes()
-
-
-def unpack(shape: Sequence[int], frame: bytes) -> Drafted:
-    """What was packed. ValueError if it is not of this shape."""
-    batch, depth, k = shape[:3]
-    count = batch * depth * k
-    size = count * (k if len(shape) == 4 else 1)
-    if not batch * depth * k or len(frame) != 4 * (size + count):
-        raise ValueError(f"drafts of shape {tuple(shape)} in {len(frame)} bytes")
-    both = torch.frombuffer(bytearray(frame), dtype=torch.int32)
-    return Drafted(both[:size].view(torch.float32).view(*shape), both[size:].view(batch, depth, k).long())
