@@ -64,7 +64,7 @@ class Coordinator:
         """Get ready, once the ranks are: the drafter, and what widths cost if they follow it. EngineFault as step."""
         self.drafter.start()
         if self.config.drafter.width == "auto" and self.config.drafter.name != "none":
-            self.widths = Widths.measured(self.config, self.model, self.fleet, self.pool)
+            self.widths = Widths.measured(self.config, self.model, self.fleet, self.pool, self.drafter)
 
     # ------------------------------------------------------------------ requests
 
@@ -173,11 +173,12 @@ class Coordinator:
         asks = [ask for ask in asks if ask.depth > 0 and ask.budget > 0]
         if not asks:
             return {}
-        if self.widths and not self.widths.drafts(len(asks)):
+        chosen = self.widths.pick(asks) if self.widths else asks
+        if not chosen:
             self.counters["rounds_not_drafted"] += 1
             return {}
-        proposals = self.drafter.propose(asks)
-        return {ask.seq: p for ask, p in zip(asks, proposals, strict=True) if p is not None}
+        proposals = self.drafter.propose(chosen)
+        return {ask.seq: p for ask, p in zip(chosen, proposals, strict=True) if p is not None}
 
     def _width(self, turn: Turn) -> int:
         """How many nodes below the root the request's tree may have."""

@@ -7,7 +7,8 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 
-from kdtp.config import EngineConfig, ModelConfig
+from kdtp.config import DrafterConfig, EngineConfig, ModelConfig
+from kdtp.draft.base import Ask, Drafter
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.outcome import Outcome
 from kdtp.engine.pages import PagePool, pages_for
@@ -17,7 +18,8 @@ from kdtp.kernels import TILE
 from kdtp.log import logger
 from kdtp.messages import Begin
 from kdtp.proposals import Grown
-from kdtp.spec.width import Costs, Policy
+from kdtp.spec.costs import Costs, power
+from kdtp.spec.width import Policy
 from kdtp.types import GRAPH_ROWS, ROOT, SeqRows
 
 _PATIENCE = 3.0  # seconds of measuring; what is left is read off the curve
@@ -30,11 +32,15 @@ class Widths:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._asked = 0  # sequences that were drafted for in this round
+        self._asking = self._asked = 0  # sequences that could be drafted for in this round, and that were
+        self._turn = 0  # whose it is when few are
 
     @classmethod
-    def measured(cls, config: EngineConfig, model: ModelConfig, fleet: Fleet, pool: PagePool) -> Widths:
-        """Of forwards of made-up trees at the start of a text, from one row to as many as a batch's trees have."""
+    def measured(
+        cls, config: EngineConfig, model: ModelConfig, fleet: Fleet, pool: PagePool, drafter: Drafter
+    ) -> Widths:
+        """Of forwards of made-up trees at the start of a text, from one row to as many as a batch's trees have; and of
+        drafts, for one sequence up to a batch."""
         padded = _graphs if config.device == "cuda" and config.graphs else _tiles
         most = config.max_batch * (1 + config.drafter.budget)
         sizes = sorted({padded(rows) for rows in (*GRAPH_ROWS, most) if rows <= min(most, GRAPH_ROWS[-1])} | {1})
@@ -47,22 +53,29 @@ class Widths:
             if took is None:
                 break
             curve[padded(rows)], each = took, took / rows
-        shown = ", ".join(f"{rows}: {1000 * took:.1f}" for rows, took in sorted(curve.items()))
-        logger.info("forwards, ms by rows: %s", shown)
-        return cls(Policy(Costs(curve, padded)))
+        logger.info("forwards, ms by rows: %s", _shown(curve))
+        drafts = _drafts(config, drafter)
+        logger.info("drafts, ms by sequences: %s", _shown(drafts))
+        rounds = Costs(curve, padded)
+        return cls(Policy(rounds, Costs(drafts, power if padded is _graphs else int, rounds)))
 
-    def drafts(self, asking: int) -> bool:
-        """Whether to draft for so many that ask."""
-        self._asked = asking if self.policy.drafts(asking) else 0
-        return self._asked > 0
+    def pick(self, asks: Sequence[Ask]) -> Sequence[Ask]:
+        """Those to draft for in this round: all, none, or a few in turn."""
+        self._asking, self._asked = len(asks), self.policy.drafts(len(asks))
+        if self._asked == self._asking:
+            return asks
+        first = self._turn % len(asks)
+        self._turn += self._asked
+        return [*asks, *asks][first : first + self._asked]
 
     def cut(self, turns: Sequence[Turn], grown: Mapping[int, Grown]) -> dict[int, Grown]:
         """The trees, as wide as it pays."""
-        drafted = [seq for seq, tree in grown.items() if len(tree.tree) > 1]
-        if not drafted:
+        if not self._asked:
             return dict(grown)
+        drafted = [seq for seq, tree in grown.items() if len(tree.tree) > 1]
         context = max(turn.request.start for turn in turns)
-        sizes = self.policy.choose([grown[seq] for seq in drafted], self._asked, len(grown), context)
+        trees = [grown[seq] for seq in drafted]
+        sizes = self.policy.choose(trees, self._asked, self._asking, len(grown), context)
         return {**grown, **{seq: grown[seq].cut(size) for seq, size in zip(drafted, sizes, strict=True)}}
 
     def learn(
@@ -78,12 +91,17 @@ class Widths:
             # What a grammar has taken away was never tried.
             if tree is not None and len(tree.tree) == len(r.tokens) > 1:
                 self.policy.learn_tree(tree, frozenset(outcome.kept))
+        context, drafting = max(r.start for r in rows), spent["draft"] + spent["build"]
         if self._asked:
-            self.policy.learn_draft(self._asked, spent["draft"])
+            self.policy.learn_draft(self._asked, context, drafting)
             self._asked = 0
         if len(grown) == len(rows):
-            count, context = sum(len(r.tokens) for r in rows), max(r.start for r in rows)
-            self.policy.learn(len(rows), count, context, sum(spent.values()) - spent["draft"])
+            count = sum(len(r.tokens) for r in rows)
+            self.policy.learn(len(rows), count, context, sum(spent.values()) - drafting)
+
+
+def _shown(curve: Mapping[int, float]) -> str:
+    return ", ".join(f"{size}: {1000 * took:.1f}" for size, took in sorted(curve.items()))
 
 
 def _graphs(rows: int) -> int:
@@ -93,6 +111,32 @@ def _graphs(rows: int) -> int:
 
 def _tiles(rows: int) -> int:
     return -(-rows // TILE) * TILE
+
+
+def _drafts(config: EngineConfig, drafter: Drafter) -> dict[int, float]:
+    """Seconds of drafts for 1, 2, 4, ... sequences that have only begun."""
+    curve: dict[int, float] = {}
+    until, most = time.perf_counter() + _PATIENCE, power(config.max_batch)
+    for seqs in (1 << i for i in range(most.bit_length())):
+        if curve and time.perf_counter() + 2 * _RUNS * max(curve.values()) > until:
+            break
+        curve[seqs] = _draft(seqs, config.drafter, drafter)
+    return curve
+
+
+def _draft(seqs: int, config: DrafterConfig, drafter: Drafter) -> float:
+    # No row of the page is read.
+    asks = [Ask(_FIRST + i, config.block - 1, (0,), config.budget) for i in range(seqs)]
+    for ask in asks:
+        drafter.admit(ask.seq, (0,), 0)
+    took = []
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        drafter.propose(asks)
+        took.append(time.perf_counter() - began)
+    for ask in asks:
+        drafter.close(ask.seq)
+    return min(took[1:])
 
 
 def _forward(rows: int, each: int, vocab: int, fleet: Fleet, pool: PagePool) -> float | None:

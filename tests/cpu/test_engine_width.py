@@ -10,7 +10,8 @@ from test_engine_coordinator import check_empty, engine, known, oracle, run
 from kdtp.config import ConfigError, DrafterConfig
 from kdtp.engine.request import Request
 from kdtp.engine.widths import Widths
-from kdtp.spec.width import Costs, Policy
+from kdtp.spec.costs import Costs
+from kdtp.spec.width import Policy
 from kdtp.types import SamplingParams
 from tests.fake_target import continuation
 from tests.harness import NONE, Harness
@@ -23,10 +24,10 @@ class Random:
     def __init__(self, seed):
         self.rng, self.sizes = random.Random(seed), []
 
-    def drafts(self, seqs):
-        return self.rng.random() < 0.8
+    def drafts(self, asking):
+        return self.rng.randint(0, asking)
 
-    def choose(self, trees, asked, seqs, context):
+    def choose(self, trees, asked, asking, seqs, context):
         self.sizes += [self.rng.randrange(len(grown.tree)) for grown in trees]
         return self.sizes[-len(trees) :]
 
@@ -57,8 +58,10 @@ def test_widths_are_measured_and_leave_nothing_behind():
     coordinator, workers = engine(oracle(width="auto", budget=20), known((1, 2, 3)), max_batch=4)
     coordinator.start()
     check_empty(coordinator, workers)
-    sizes = [size for size, _ in coordinator.widths.policy.costs._curve]
+    sizes = [size for size, _ in coordinator.widths.policy.rounds._curve]
     assert sizes[0] == 4 and sizes[-1] == 84 and len(sizes) > 6  # on a CPU whole tiles of 4 rows
+    assert [seqs for seqs, _ in coordinator.widths.policy.drafting._curve] == [1, 2, 4]
+    assert not coordinator.drafter._seqs
     coordinator.submit(Request(1, (1, 2, 3), SamplingParams(max_tokens=60)))
     tokens, end = run(coordinator)[1]
     assert tokens == continuation((1, 2, 3), 60)
@@ -76,7 +79,8 @@ def test_a_pool_too_small_to_measure_much():
 def test_what_costs_too_much_is_not_run():
     """Drafts that are never right: after a while no more trees, and nothing is lost."""
     coordinator, _ = engine(oracle(width="auto", hit=(0.0,), budget=8), known((1, 2, 3)))
-    coordinator.widths = Widths(Policy(Costs({4: 1e-4, 12: 1e-3}, lambda rows: 4 if rows == 1 else 12)))
+    rounds = Costs({4: 1e-4, 12: 1e-3}, lambda rows: 4 if rows == 1 else 12)
+    coordinator.widths = Widths(Policy(rounds, Costs({1: 1e-5}, int, rounds)))
     coordinator.submit(Request(1, (1, 2, 3), SamplingParams(max_tokens=190)))
     tokens, end = run(coordinator)[1]
     assert tokens == continuation((1, 2, 3), 190)

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.engine.plan import plan
 from kdtp.proposals import Grown
-from kdtp.spec.width import Calibration, Costs, Pauses, Policy, allot
+from kdtp.spec.costs import Costs
+from kdtp.spec.width import Calibration, Pauses, Policy, allot
 from kdtp.types import ROOT, Tree
-from scripts.bench_width import MACHINES, padded, parse, results, texts
-from scripts.width_drafts import DEPTH, recorded
+from scripts.bench_width import CPU, MACHINES, automatic, fixed, padded, parse, results, texts
+from scripts.width_drafts import DEPTH, TEXTS, recorded, synthetic
+from scripts.width_drafts import rounds as drawn_from
 from tests.dflash import drafter_folder
 from tests.dflash_cases import V1
 from tests.paths import TINY
@@ -37,7 +39,8 @@ def rounds(draw):
 @given(rounds())
 def test_the_best_of_all_widths_of_all_sequences(case):
     worth, times, before = case
-    sizes, rate = allot(worth, times.__getitem__, len(worth), before)
+    sizes, tokens, seconds = allot(worth, times.__getitem__, len(worth), before)
+    rate = tokens / seconds
 
     def rate_of(each):
         gained = len(worth) + sum(sum(values[:n]) for values, n in zip(worth, each, strict=True))
@@ -53,11 +56,11 @@ def test_the_best_of_all_widths_of_all_sequences(case):
 @given(rounds(), st.integers(0, 6))
 def test_a_least_number_of_nodes(case, least):
     worth, times, before = case
-    sizes, _ = allot(worth, times.__getitem__, len(worth), before, least)
+    sizes = allot(worth, times.__getitem__, len(worth), before, least).sizes
     assert sum(sizes) >= min(least, sum(map(len, worth)))
-    free, rate = allot(worth, times.__getitem__, len(worth), before)
-    if sum(free) >= least:
-        assert allot(worth, times.__getitem__, len(worth), before, least) == (free, rate)
+    free = allot(worth, times.__getitem__, len(worth), before)
+    if sum(free.sizes) >= least:
+        assert allot(worth, times.__getitem__, len(worth), before, least) == free
 
 
 def test_a_poor_middle_is_climbed_over():
@@ -151,25 +154,49 @@ def test_a_curve_rises_whatever_was_measured():
     assert [costs.seconds(1, rows, 0) for rows in (1, 9, 17, 33)] == [1.0, 3.0, 3.0, 4.0]
 
 
-def test_pauses_grow_and_end():
-    pauses = Pauses()
+def told(pauses, gain, rounds, loss=0.5):
+    """Which of so many rounds drafted; each says that a round of drafts is worth `gain()` of plain ones."""
     drafted = []
-    for _ in range(1000):
+    for _ in range(rounds):
         drafted.append(pauses.drafts())
         if drafted[-1]:
-            pauses.learn(0.7)
-    assert sum(drafted) < 25 and any(drafted[-Pauses.LONGEST - 1 :])
-    good = 0
-    for _ in range(200):
-        if pauses.drafts():
-            good += 1
-            pauses.learn(1.5)
-    assert good > 130  # once it pays, no more pauses
+            found = gain()
+            pauses.learn(1.0, found, 1.0 - found if pauses.pays else loss)
+    return drafted
+
+
+def test_pauses_grow_and_end():
+    pauses = Pauses()
+    drafted = told(pauses, lambda: 0.7, 1000)
+    first = [i for i, yes in enumerate(drafted) if yes]
+    assert first[:5] == [0, 3, 8, 17, 34] and len(first) < 15 and any(drafted[-Pauses.LONGEST - 1 :])
+    drafted = told(pauses, lambda: 1.5, 300)
+    assert sum(drafted) > 150 and all(drafted[-150:])  # once it pays, no more pauses
+
+
+def test_what_trials_cost_is_bounded():
+    """However dear a trial is: a few rounds at first, then a fiftieth of the time."""
+    for loss in (0.1, 1.0, 3.0, 30.0):
+        spent = loss * sum(told(Pauses(), lambda: 0.2, 4000, loss))
+        assert spent <= 4.0 + 0.02 * 4000 + loss
+
+
+def test_what_is_about_even_does_not_change_all_the_time():
+    """Noise of a quarter around what makes no difference, or a little one."""
+    rng = random.Random(3)
+    for mean, most in ((0.85, 10), (1.0, 60), (1.25, 15)):
+        pauses, pays = Pauses(), []
+        for _ in range(1000):
+            told(pauses, lambda mean=mean: rng.uniform(mean - 0.25, mean + 0.25), 1, 0.1)
+            pays.append(pauses.pays)
+        assert sum(a != b for a, b in itertools.pairwise(pays)) <= most, mean
+        assert mean == 1.0 or sum(pays) / 1000 == pytest.approx(float(mean > 1.0), abs=0.1)
 
 
 def test_a_policy_that_never_drafts_twice_what_does_not_pay():
     """A useless drafter costs its draft once in many rounds, and a useful one is found again."""
-    policy, rng = Policy(Costs({1: 1.0, 8: 3.0}, padded)), random.Random(0)
+    rounds = Costs({1: 1.0, 8: 3.0}, padded)
+    policy, rng = Policy(rounds, Costs({1: 0.2}, int, rounds)), random.Random(0)
     grown = a_chain([0.0, math.log(0.9), math.log(0.8)])
 
     def share(accepted, count):
@@ -178,8 +205,8 @@ def test_a_policy_that_never_drafts_twice_what_does_not_pay():
             if not policy.drafts(1):
                 policy.learn(1, 1, 0, 1.0)
                 continue
-            (size,) = policy.choose([grown], 1, 1, 0)
-            policy.learn_draft(1, 0.2)
+            (size,) = policy.choose([grown], 1, 1, 1, 0)
+            policy.learn_draft(1, 0, 0.2)
             policy.learn(1, 1 + size, 0, 1.0 + 0.3 * size)
             policy.learn_tree(
                 grown.cut(size), {node for node in range(size + 1) if rng.random() < accepted or not node}
@@ -189,6 +216,29 @@ def test_a_policy_that_never_drafts_twice_what_does_not_pay():
 
     assert share(0.0, 50) < 0.6 and share(0.0, 500) < 0.1
     assert share(1.0, 1500) > 0.5 and share(1.0, 200) == 2.0
+
+
+def test_a_trial_is_of_few_and_says_what_all_would_bring():
+    """Of 30 that ask 6 are drafted for; what pays for all is seen, though it does not pay for these."""
+    rounds = Costs({1: 1.0, 64: 1.0}, int)
+    policy = Policy(rounds, Costs({1: 1.0}, int, rounds))  # a draft costs a round, for however many
+    assert policy.drafts(30) == 6
+    sizes = policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0)
+    assert sizes == [1] * 6 and policy.drafts(30) == 0  # 60 tokens at most in two rounds' time
+    policy = Policy(rounds, Costs({1: 0.5}, int, rounds))
+    assert policy.drafts(30) == 6
+    policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0)
+    assert policy.drafts(30) == 30
+
+
+def test_a_proposal_of_nothing_is_a_round_that_did_not_pay():
+    rounds = Costs({1: 1.0}, int)
+    policy, drafted = Policy(rounds, Costs({1: 0.1}, int, rounds)), 0
+    for _ in range(200):
+        if policy.drafts(1):
+            drafted += 1
+            assert policy.choose([], 1, 1, 1, 0) == []
+    assert drafted < 12
 
 
 @settings(deadline=None, derandomize=True, max_examples=15)
@@ -202,13 +252,14 @@ def test_a_useless_drafter_costs_no_more_than_trying(steps, draft, claims):
     proposes is ever right. To learn that takes some rounds; then it is tried once in 64, or more often for little."""
     sizes = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
     curve = dict(zip(sizes, itertools.accumulate(steps, initial=1.0), strict=False))
-    policy, count, spent = Policy(Costs(curve, padded)), 800, 0.0
+    rounds = Costs(curve, padded)
+    policy, count, spent = Policy(rounds, Costs({1: max(draft, 1e-6)}, int, rounds)), 800, 0.0
     grown = a_chain([0.0, *itertools.accumulate(claims)])
     for _ in range(count):
         size, took = 0, 0.0
         if policy.drafts(1):
-            (size,) = policy.choose([grown], 1, 1, 0)
-            policy.learn_draft(1, draft)
+            (size,) = policy.choose([grown], 1, 1, 1, 0)
+            policy.learn_draft(1, 0, max(draft, 1e-6))
             policy.learn_tree(grown.cut(size), {0})
             took = draft
         policy.learn(1, 1 + size, 0, curve[padded(1 + size)])
@@ -229,6 +280,26 @@ def test_it_loses_nowhere_for_long_and_finds_the_best_width():
         assert result.auto >= 0.9 * result.best, result
     assert len(found) == 18 and max(r.auto / r.plain for r in found) > 1.5
     assert sum(r.auto / r.best for r in found) / len(found) > 0.97
+
+
+@pytest.mark.parametrize("batch", [8, 32, 64])
+def test_with_many_streams_on_a_cpu_it_is_plain_decoding(batch):
+    """Drafts for all cost more than they bring there, whatever the text: little is spent on finding that out."""
+    for name, drawn, rng in texts(parse(["--rounds", "200"]), batch):
+        if batch == 8 and name == "code":
+            continue  # the one that about pays
+        (result,) = results([CPU], name, drawn, rng)
+        assert all(rate < result.plain for rate in result.budgets.values()), result
+        assert result.auto >= 0.95 * result.plain and result.nodes < 0.2, result
+
+
+def test_many_streams_whose_text_changes():
+    """Drafting does not pay, then does, then does not: each is seen in time."""
+    rng = random.Random(5)
+    parts = [[synthetic(text, rng) for _ in range(200)] for text in (TEXTS[-1], TEXTS[0], TEXTS[-1])]
+    drawn = [batch for drafts in parts for batch in drawn_from(drafts, 16, 200, rng)]
+    auto, nodes = automatic(MACHINES[2], drawn, rng)
+    assert auto > 1.05 * fixed(MACHINES[2], drawn, 0) and 0.5 < nodes < 2.0
 
 
 def test_drafts_of_an_engine_are_recorded_with_what_came():

@@ -1,0 +1,84 @@
+"""What rounds and drafts cost: curves measured once, and their measured changes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from statistics import median_low
+
+SHORTEST = 1024  # positions; contexts are alike up to here, then by powers of two
+_FOLLOWS = 0.3  # how much of a surprise is taken for a change of pace
+_KEPT = 5  # newest times of a kind, whose median counts
+_STALE = 500  # times learned, after which one is forgotten
+
+
+class Costs:
+    """Seconds of a round by sequences, rows and context: a curve over rows, measured once, and its measured changes.
+
+    curve: rows -> seconds, at least one; padded: the rows that a batch of so many is computed with. What makes all
+    rounds of a while slower, such as another program, is in `pace`: widths are compared as if measured together.
+    leader: whose pace it has, for what is run too seldom to know it.
+    """
+
+    def __init__(self, curve: Mapping[int, float], padded: Callable[[int], int], leader: Costs | None = None) -> None:
+        # Chance only adds time, and fewer rows never need more: what is less further up is the better figure.
+        least = list(itertools.accumulate((curve[rows] for rows in sorted(curve, reverse=True)), min))
+        self._curve = list(zip(sorted(curve), reversed(least), strict=True))
+        self.padded = padded
+        self._leader, self._pace = leader, 1.0
+        self._ratios: dict[tuple[int, int, int], deque[tuple[int, float]]] = {}  # (when, measured over curve)
+        self._factors: dict[tuple[int, int], deque[float]] = {}
+        self._round = 0
+
+    @property
+    def pace(self) -> float:
+        """How many times the usual seconds everything takes now."""
+        return self._pace if self._leader is None else self._leader.pace
+
+    def learn(self, seqs: int, rows: int, context: int, seconds: float) -> None:
+        """A round took so long."""
+        self._round += 1
+        kind, size = (power(seqs), _context(context)), self.padded(rows)
+        surprise = seconds / self.seconds(seqs, rows, context)
+        self._pace *= min(max(surprise, 0.5), 2.0) ** _FOLLOWS
+        ratio = seconds / (self._base(size) * self.pace)
+        self._ratios.setdefault((*kind, size), deque(maxlen=_KEPT)).append((self._round, ratio))
+        if kind not in self._factors:
+            self._factors[kind] = deque([self._factor(*kind)], maxlen=2 * _KEPT - 1)
+        self._factors[kind].append(ratio)
+
+    def seconds(self, seqs: int, rows: int, context: int) -> float:
+        """What a round would take now."""
+        kind, size = (power(seqs), _context(context)), self.padded(rows)
+        common = self._factor(*kind)
+        newest = [r for when, r in self._ratios.get((*kind, size), ()) if when > self._round - _STALE]
+        # One time that was by chance longer, as the first of a shape may be, does not count alone.
+        ratio = median_low([common, *newest] if len(newest) < _KEPT else newest)
+        return self._base(size) * ratio * self.pace
+
+    def _factor(self, seqs: int, context: int) -> float:
+        """Of the nearest kind that was measured."""
+        if not self._factors:
+            return 1.0
+        near = min(self._factors, key=lambda k: (abs(math.log2(k[0] / seqs)) + 2 * abs(math.log2(k[1] / context)), k))
+        return median_low(self._factors[near])
+
+    def _base(self, rows: int) -> float:
+        """The curve, straight between what was measured and beyond it."""
+        points = self._curve
+        after = next((i for i, (size, _) in enumerate(points) if size >= rows), len(points) - 1)
+        if points[after][0] == rows or len(points) == 1:
+            return points[after][1]
+        (x0, y0), (x1, y1) = points[max(after - 1, 0)], points[max(after, 1)]
+        return max(y0 + (y1 - y0) * (rows - x0) / (x1 - x0), 0.1 * y0)
+
+
+def power(least: int) -> int:
+    """The first power of two from `least` on."""
+    return 1 << max(least - 1, 0).bit_length()
+
+
+def _context(start: int) -> int:
+    return max(SHORTEST, power(start))
