@@ -16,6 +16,7 @@ from kdtp.draft.dflash.drafter import DFlashDrafter
 from kdtp.engine.coordinator import Coordinator
 from kdtp.engine.plan import plan
 from kdtp.engine.request import Request
+from kdtp.engine.widths import Widths
 from kdtp.proposals import Grown, Proposal
 from kdtp.spec.tree import grow
 from kdtp.types import SamplingParams
@@ -80,10 +81,15 @@ def random_text(seed: int, size: int) -> tuple[int, ...]:
 
 
 def drafts(
-    harness: Harness, drafter: DrafterConfig, requests: Sequence[Sequence[Request]], **changes: Any
+    harness: Harness,
+    drafter: DrafterConfig,
+    requests: Sequence[Sequence[Request]],
+    widths: Widths | None = None,
+    **changes: Any,
 ) -> tuple[dict[tuple[int, ...], Proposal], Coordinator]:
     """All proposals of a run, by the text they were made for; requests: those that run together."""
     coordinator = harness.coordinator(drafter, None, **changes)
+    coordinator.widths = widths
     found = {}
     assert isinstance(coordinator.drafter, DFlashDrafter)
     coordinator.drafter.shape = ""  # candidates, not trees of them

@@ -78,7 +78,7 @@ class Drafter(Protocol):
         """
 
     def keep(self, kept: Sequence[Kept]) -> None:
-        """What the last forward has committed, of all sequences, followed or not: their pages may be shared later.
+        """What the last forward has committed, of all sequences whose pages may be shared later, followed or not.
 
         Called before pages are freed, and before `absorb` of the same step.
         """

@@ -275,9 +275,10 @@ class Coordinator:
 
 
 def _kept(rows: Sequence[SeqRows], outcomes: Sequence[Outcome]) -> Iterator[Kept]:
-    """What the step has committed; not of a request that its NaN end."""
+    """What the step has committed; not of a request that its NaN end, nor of plain decoding's, whose pages no draft
+    meets."""
     first = 0
     for r, outcome in zip(rows, outcomes, strict=True):
-        if not outcome.broken:
+        if not outcome.broken and outcome.request.speculate:
             yield Kept(r.seq, r.start, [first + row for row in outcome.kept], outcome.request.pages)
         first += len(r.tokens)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from kdtp.config import EngineConfig
 from kdtp.draft.base import Kept
 from kdtp.draft.dflash import config as configs
+from kdtp.draft.dflash.backlog import Backlog
 from kdtp.draft.dflash.drafter import Network
 from kdtp.draft.dflash.frames import pack, unpack
 from kdtp.draft.dflash.network import Block, DFlash, TargetPart
@@ -23,7 +24,7 @@ from kdtp.engine.link import EngineFault
 from kdtp.model.comm import Solo
 from kdtp.model.weights.load import Weights, open_model
 from kdtp.proposals import Conditionals, Grown, Marginals
-from kdtp.types import MOST_THREADS, WIDE
+from kdtp.types import MOST_THREADS, PAGE_ROWS, WIDE
 
 
 def placed(config: EngineConfig, fleet: Fleet) -> Network:
@@ -77,15 +78,16 @@ class OnCoordinator:
             weights = Weights(source, 0, 1, config.dtype, lambda done, total: None)
             target = TargetPart(weights.take("embed"), weights.matrix("head"), 0)
         self._network = DFlash(folder, self._settings, target, Solo(), config.kv_tokens)
+        self._backlog = Backlog(self._network)
 
     def keep(self, kept: Sequence[Kept]) -> None:
         """As Network."""
         taken = [row for each in kept for row in each.rows]
         if not taken:
             return
-        positions = [p for each in kept for p in range(each.start, each.start + len(each.rows))]
-        into = [lines(each.pages, each.start + len(each.rows))[each.start :] for each in kept]
-        self._network.absorb(self._left()[taken], torch.tensor(positions), torch.cat(into))
+        spots = [(p, each.pages) for each in kept for p in range(each.start, each.start + len(each.rows))]
+        into = [pages[p // PAGE_ROWS] * PAGE_ROWS + p % PAGE_ROWS for p, pages in spots]
+        self._backlog.add(self._left()[taken], [p for p, _ in spots], into)
 
     def root(self, root: Root, pages: Sequence[int], told: bool) -> Root:
         """As Network."""
@@ -93,6 +95,7 @@ class OnCoordinator:
 
     def draft(self, roots: Sequence[Root], shape: str) -> Sequence[Marginals | Conditionals | Grown]:
         """As Network."""
+        self._backlog.flush()
         blocks = [Block(root.token, lines(root.pages, root.start)) for root in roots]
         return unpack(*pack(self._network.draft(blocks, self._config.drafter.topk), roots, shape))
 

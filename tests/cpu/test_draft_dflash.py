@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_close, assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from model_cases import ThreadComm
 
+from kdtp.draft.dflash import backlog, graphs
 from kdtp.draft.dflash import config as configs
-from kdtp.draft.dflash import graphs
+from kdtp.draft.dflash.backlog import Backlog
 from kdtp.draft.dflash.network import Block, DFlash, TargetPart
 from kdtp.draft.dflash.select import best, log_probabilities
 from kdtp.model.comm import Solo
@@ -270,3 +273,45 @@ def test_graphs_are_given_what_they_were_captured_for(name, tmp_path, no_cuda):
     longer = {(1, 32)} if name == "v1" else set()  # the others have windows that are shorter
     assert made._captured.keys() == {(1, 16), (2, 16), (4, 16), (8,), (16,), (32,)} | longer
     assert not made.absorb(torch.zeros(3, graphs.MOST + 1, dtype=torch.int64))
+
+
+class Written:
+    """A network that only notes which features lie in which row, and at which position."""
+
+    def __init__(self):
+        self.rows, self.calls = {}, 0
+
+    def absorb(self, features, positions, rows):
+        assert len(set(rows.tolist())) == len(rows) == len(features) == len(positions)  # nothing is written twice
+        self.rows |= dict(
+            zip(rows.tolist(), zip(features[:, 0].tolist(), positions.tolist(), strict=True), strict=True)
+        )
+        self.calls += 1
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.lists(st.one_of(st.none(), st.lists(st.integers(0, 40), unique=True, max_size=30)), max_size=40))
+def test_what_waits_is_absorbed_as_if_it_had_not(steps):
+    """Rows in any order, written again and again by other texts, None: a draft comes."""
+    net = Written()
+    waiting, want, count = Backlog(net), {}, 0
+    for rows in [*steps, None]:
+        if rows is None:
+            waiting.flush()
+            assert net.rows == want
+            continue
+        features = torch.arange(count, count + len(rows), dtype=torch.float32)[:, None].repeat(1, 2)
+        positions = [7 * row for row in rows]
+        waiting.add(features, positions, rows)
+        want |= dict(zip(rows, zip(features[:, 0].tolist(), positions, strict=True), strict=True))
+        count += len(rows)
+
+
+def test_what_waits_is_absorbed_together_and_is_never_much():
+    net = Written()
+    waiting = Backlog(net)
+    for i in range(1000):
+        waiting.add(torch.zeros(1, 2), [i], [i])
+    assert net.calls == 1000 // backlog.MOST and len(net.rows) == net.calls * backlog.MOST
+    waiting.flush()
+    assert len(net.rows) == 1000 and net.calls == 1000 // backlog.MOST + 1

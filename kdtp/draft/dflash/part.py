@@ -11,6 +11,7 @@ import torch
 from kdtp.config import DrafterConfig
 from kdtp.draft.base import Target
 from kdtp.draft.dflash import config as configs
+from kdtp.draft.dflash.backlog import Backlog
 from kdtp.draft.dflash.frames import Frame, pack
 from kdtp.draft.dflash.graphs import MOST_SEQS, Graphs
 from kdtp.draft.dflash.network import Block, DFlash, TargetPart
@@ -34,6 +35,7 @@ class Part:
         own = TargetPart(target.embed, target.head, target.vocab_start)
         self._target, self._topk, self._answers = target, config.topk, comm.rank == 0
         self._network = DFlash(folder, network, own, comm, target.rows)
+        self._backlog = Backlog(self._network)
         self._graphs: Graphs | None = None
         self._tapped = target.tap(network.target_layer_ids)
 
@@ -43,7 +45,7 @@ class Part:
         self._graphs.capture_usual(seqs)
 
     def keep(self, kept: Sequence[Rows]) -> None:
-        """Take the last forward's features at these rows into the context."""
+        """Take the last forward's features at these rows into the context, at the latest before the next draft."""
         features = self._target.features
         assert features is not None, "a forward without features"
         taken = [row for each in kept for row in each.rows]
@@ -51,9 +53,10 @@ class Part:
         lines = [self._target.line(each.seq, each.start + len(each.rows))[each.start :] for each in kept]
         if not taken:
             return
-        where = torch.stack([torch.tensor(taken), torch.tensor(positions), torch.cat(lines)])
-        if features.is_cuda:
-            where = where.pin_memory()
+        if not features.is_cuda:
+            self._backlog.add(features[taken], positions, torch.cat(lines).tolist())
+            return
+        where = torch.stack([torch.tensor(taken), torch.tensor(positions), torch.cat(lines)]).pin_memory()
         few = self._graphs is not None and features.data_ptr() == self._tapped.data_ptr()
         if not few or self._graphs is None or not self._graphs.absorb(where):
             rows, at, into = where.to(features.device, non_blocking=True)
@@ -61,6 +64,7 @@ class Part:
 
     def draft(self, roots: Sequence[Root], shape: str) -> Frame | None:
         """What the message Drafts says of each, on the rank that answers."""
+        self._backlog.flush()
         blocks = [Block(root.token, self._line(root)) for root in roots]
         if self._graphs is not None and len(blocks) <= MOST_SEQS:
             drafted = self._graphs.draft(blocks)
