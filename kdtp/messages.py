@@ -168,8 +168,7 @@ class Cancel(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class StatusQuery(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Ask for Status. `upto`: the newest label this client has used; the answer repeats it. usages: also what the open
-    requests have cost so far."""
+    """Ask for Status. upto: the newest label of this client, which the answer repeats; usages: also costs so far."""
 
     upto: Count = 0
     usages: bool = False
@@ -238,8 +237,7 @@ class Failed(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The request's terminal event when it could not be served.
 
     code: "invalid" (the request, also when its rules leave no token after some), "no_token" (its logits hold NaN),
-    "shutdown", or "engine" (a rank died, hung or diverged).
-    request is None when the message that failed had no readable label.
+    "shutdown", or "engine" (a rank died, hung or diverged). request: None if the message had no readable label.
     """
 
     request: Count | None
@@ -262,12 +260,12 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """A picture of the engine. state: "loading" or "ready".
 
     waiting_tokens: of the requests that wait; pages_free: that can be taken now, pages_idle: those of them that are
-    kept for what they hold; counters: what was counted since the start. upto: of the query; open: this client's open
-    requests at that time. A label up to `upto` that is not open has had its terminal event, or the event was lost
-    because this client did not read. usages: of those that have run, if asked for; stage_ms: time of all steps by
-    stage; accepted: rounds in which 0, 1, 2 … draft tokens were accepted; tallies: how often each "tree_nodes",
-    "tree_depth" and "step_rows" came; step_ages: seconds since each rank last answered a step; patience: seconds of
-    silence that may come. Unasked: before a longer silence than usual, and as last words of an engine that broke.
+    kept for what they hold; counters: since the start. upto: of the query; open: this client's open requests. A label
+    up to `upto` that is not open has had its terminal event, or the event was lost because this client did not read.
+    usages: of those that have run, if asked for; stage_ms: time of all steps by stage; accepted: rounds in which 0, 1,
+    2 … draft tokens were; tallies: how often each "tree_nodes", "tree_depth" and "step_rows" came; step_ages: seconds
+    since each rank answered a step; patience: seconds of silence that may come. Unasked: before a longer silence than
+    usual, and as last words of an engine that broke.
     """
 
     upto: Count
