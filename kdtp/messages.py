@@ -205,10 +205,8 @@ class Usage(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tokens(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Newly emitted tokens; `position` is the index of the first among the request's emitted tokens.
-
-    logprobs: one for each token, if asked for.
-    """
+    """Newly emitted tokens; `position` is the index of the first among the request's emitted tokens. logprobs: one for
+    each token, if asked for."""
 
     request: Count
     position: Count
