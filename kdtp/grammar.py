@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 # Between the parts of JSON. Without a limit a model that is lost writes spaces for ever.
+_MOST_KEPT = 64  # compiled grammars
+_MOST_TEXT = 1 << 19  # characters of them; one may have half as many
 _JSON = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
 
 
@@ -72,6 +75,8 @@ class Vocabulary:
 class Grammars:
     """Compiles the grammars of requests to one model, whose tokenizer is read when it is needed, or by `prepare`.
 
+    Those that were compiled last are kept. May be called from several threads; other threads run meanwhile.
+
     model: its folder or its tokenizer's, or a file beside its tokenizer; ends: ids that end a text, beside the
     tokenizer's own. ValueError from `compile`, naming what is missing or wrong.
     """
@@ -80,6 +85,7 @@ class Grammars:
         self._folder = Path(model) if Path(model).is_dir() else Path(model).parent
         self._vocab_size, self._ends = vocab_size, frozenset(ends)
         self._tokens: LLTokenizer | None = None
+        self._known: OrderedDict[Grammar, LLMatcher] = OrderedDict()  # at their beginnings
         self._lock = Lock()
 
     def prepare(self) -> None:
@@ -94,6 +100,16 @@ class Grammars:
 
     def compile(self, grammar: Grammar) -> LlMatcher:
         """A grammar at its beginning."""
+        with self._lock:
+            known = self._known.pop(grammar, None)
+        known = known or self._compile(grammar)
+        with self._lock:
+            self._known[grammar] = known
+            while len(self._known) > _MOST_KEPT or sum(len(kept.text) for kept in self._known) > _MOST_TEXT:
+                self._known.popitem(last=False)
+            return LlMatcher(known.deep_copy(), self._ends)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
             import llguidance
         except ImportError:
@@ -108,7 +124,7 @@ class Grammars:
             raise ValueError(f"grammar: {grammar.kind}: {matcher.get_error().strip()}")
         if grammar.kind == "json_schema" and (loop := endless(json.loads(grammar.text))):
             raise ValueError(f"grammar: json_schema: no value of it ever ends: {loop}")
-        return LlMatcher(matcher, self._ends)
+        return matcher
 
     @staticmethod
     def _text(llguidance: Any, grammar: Grammar) -> str:

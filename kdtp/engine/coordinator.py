@@ -56,7 +56,7 @@ class Coordinator:
         self.accepted: Counter[int] = Counter()  # rounds by draft tokens accepted
         self.tallies: dict[str, Counter[int]] = {name: Counter() for name in ("tree_nodes", "tree_depth", "step_rows")}
         self.widths: Widths | None = None  # of the budget
-        self._compile = compile_
+        self.compile = compile_ or _no_grammars
         self._spent: dict[str, float] = {}
         self._drafting: set[int] = set()
 
@@ -68,14 +68,16 @@ class Coordinator:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, request: Request) -> None:
-        """Queue a request: ValueError or QueueFull as of Scheduler.check; ValueError for a grammar, or for rules that
-        leave it no first token."""
+    def check(self, request: Request) -> None:
+        """What can be said of a request before its grammar is compiled: errors as of Scheduler.check."""
         self.scheduler.check(request)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. ValueError or QueueFull as of `check`; ValueError for a grammar, which is compiled now if it
+        was not before, or for rules that leave no first token."""
+        self.check(request)
         if request.params.grammar is not None:
-            if self._compile is None:
-                raise ValueError("grammar: this engine has none")
-            request.matcher = self._compile(request.params.grammar)
+            request.matcher = request.matcher or self.compile(request.params.grammar)
             request.stops |= request.matcher.ends
             request.follow(request.tokens)
         if request.params.max_tokens and (problem := no_choice(request, self.model.vocab_size)):
@@ -272,6 +274,10 @@ class Coordinator:
             else:
                 for stage, spent in self._spent.items():
                     seconds[stage] += spent
+
+
+def _no_grammars(grammar: Grammar) -> Matcher:
+    raise ValueError("grammar: this engine has none")
 
 
 def _kept(rows: Sequence[SeqRows], outcomes: Sequence[Outcome]) -> Iterator[Kept]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -18,8 +18,10 @@ from kdtp import log
 from kdtp.config import EngineConfig, build
 from kdtp.engine import guard, rundir
 from kdtp.engine.assemble import assemble, local_link
+from kdtp.engine.compiling import Compiling
 from kdtp.engine.link import EngineFault, Link, ZmqLink
 from kdtp.engine.outcome import Event
+from kdtp.engine.picture import picture
 from kdtp.engine.plan import Plan, plan
 from kdtp.engine.progress import LoadLine
 from kdtp.engine.request import Request
@@ -39,7 +41,6 @@ from kdtp.messages import (
     ToEngine,
     Usage,
 )
-from kdtp.version import __version__
 from kdtp.watch import Watch
 
 EXIT_FAULT = 70  # a rank died, hung, diverged or failed
@@ -65,6 +66,10 @@ class Host:
         self._coordinator, self._handshake = assemble(plan, links, serves=True)
         self._fleet = self._coordinator.fleet
         self._fleet.on_long = self._tell_patience
+        self._compiling = Compiling(self._coordinator.compile, config.max_queue)
+        self._poller = zmq.Poller()
+        self._poller.register(self._rpc.socket, zmq.POLLIN)
+        self._poller.register(self._compiling.wake, zmq.POLLIN)
         self._clients: dict[int, tuple[bytes, int]] = {}
         self._opened = 0
         self._asker = b""  # who last asked for Status
@@ -95,6 +100,7 @@ class Host:
 
     def _turn(self) -> None:
         self._receive()
+        self._take_compiled()
         if self._state == "loading":
             ready = self._handshake.advance(_SLICE / 10)
             self._tell_progress(*self._handshake.loaded)
@@ -123,11 +129,11 @@ class Host:
             self._line.show(done, total)
 
     def _wait(self) -> None:
-        """Idle: until a client speaks or a worker ends; now and then ask every rank for a sign of life.
+        """Idle: until a client speaks, a grammar is there or a worker ends; now and then every rank is pinged.
 
         A client that asks for Status all the time must not keep us from that.
         """
-        self._rpc.socket.poll(int(_SLICE * 1000))
+        self._poller.poll(int(_SLICE * 1000))
         gone = self._fleet.ended()
         if gone:
             raise EngineFault(gone)
@@ -143,7 +149,7 @@ class Host:
                 self._cancel(self._named(client, message.request))
             case Watch():
                 for request_id in self._named(client, message.request):
-                    self._coordinator.watch(request_id, message.rounds)
+                    self._coordinator.watched.ask(request_id, message.rounds)  # its grammar may not be there yet
             case StatusQuery():
                 self._asker = client
                 self._rpc.send(client, self._status(client, message))
@@ -167,23 +173,47 @@ class Host:
             salt=message.salt,
             tokens=list(message.given),
         )
+        self._clients[request.id] = (client, label)
+        with self._refusing(request):
+            if message.params.grammar is None:
+                self._coordinator.submit(request)
+            else:
+                self._coordinator.check(request)
+                self._compiling.add(request)
+
+    def _take_compiled(self) -> None:
+        for request, compiled in self._compiling.take():
+            if request.id not in self._clients:
+                continue  # its client is gone
+            with self._refusing(request):
+                request.matcher = compiled.result()
+                self._coordinator.submit(request)
+
+    @contextmanager
+    def _refusing(self, request: Request) -> Iterator[None]:
+        """Tell the client of a request why it cannot be served."""
         try:
-            self._coordinator.submit(request)
+            yield
+            return
         except ValueError as error:
-            self._rpc.send(client, Failed(label, "invalid", str(error)))
+            end: Failed | Refused = Failed(request.id, "invalid", str(error))
         except QueueFull as error:
-            self._rpc.send(client, Refused(label, str(error), error.retry_after))
-        else:
-            self._clients[request.id] = (client, label)
+            end = Refused(request.id, str(error), error.retry_after)
+        self._coordinator.watched.forget(request.id)
+        self._tell([Event(end)])
 
     def _named(self, client: bytes, label: int) -> list[int]:
         return [i for i, who in self._clients.items() if who == (client, label)]
 
     def _cancel(self, ids: Iterable[int]) -> None:
         for request_id in ids:
-            event = self._coordinator.cancel(request_id)
+            event = self._drop(request_id)
             if event is not None:
                 self._tell([event])
+
+    def _drop(self, request_id: int) -> Event | None:
+        self._coordinator.watched.forget(request_id)
+        return self._compiling.cancel(request_id) or self._coordinator.cancel(request_id)
 
     def _tell(self, events: Iterable[Event]) -> None:
         """Pass events on; the requests of a client that cannot be reached are cancelled."""
@@ -203,7 +233,7 @@ class Host:
             lost = [i for i, who in self._clients.items() if who[0] == client]
             for request_id in lost:
                 del self._clients[request_id]
-                self._coordinator.cancel(request_id)
+                self._drop(request_id)
 
     def _tell_patience(self, seconds: float) -> None:
         """Clients are not answered during a step: before a long one they learn how long that may be."""
@@ -213,38 +243,14 @@ class Host:
             )
 
     def _status(self, client: bytes, query: StatusQuery) -> Status:
-        coordinator, scheduler, config = self._coordinator, self._coordinator.scheduler, self._plan.config
-        done, total = self._loaded
-        counters = coordinator.totals() + self._fleet.dropped() + self._rpc.dropped
-        counters["desync_checks"] = self._fleet.desync_checks
-        counters["desync_failures"] = self._fleet.desync_failures
-        return Status(
+        seen = picture(self._plan, self._coordinator, self._state, self._loaded)
+        return msgspec.structs.replace(
+            seen,
             upto=query.upto,
             open=tuple(label for who, label in self._clients.values() if who == client),
             usages=self._usages(client) if query.usages else {},
-            state=self._state,
-            pid=os.getpid(),
-            version=__version__,
-            tp=self._plan.config.tp,
-            step=self._fleet.step,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            pages_total=coordinator.pool.total,
-            waiting_tokens=scheduler.waiting_tokens,
-            pages_free=coordinator.pool.free,
-            pages_idle=coordinator.pool.idle,
-            load_done=done,
-            load_total=total,
-            worker_pids=tuple(link.hello.pid for link in self._fleet.links if link.hello),
-            counters=dict(counters),
-            model=self._plan.config.model,
-            vocab_size=self._plan.model.vocab_size,
-            max_positions=self._plan.model.max_position_embeddings,
-            stage_ms={stage: round(seconds * 1e3, 3) for stage, seconds in coordinator.seconds.items()},
-            step_ages=tuple(round(age, 3) for age in self._fleet.step_ages()),
-            patience=config.stall_timeout if self._state == "loading" else config.step_timeout,
-            accepted=tuple(coordinator.accepted[n] for n in range(max(coordinator.accepted, default=-1) + 1)),
-            tallies={name: dict(counts) for name, counts in coordinator.tallies.items()},
+            waiting=seen.waiting + len(self._compiling),
+            counters=seen.counters | self._rpc.dropped,
         )
 
     def _usages(self, client: bytes) -> dict[int, Usage]:
@@ -254,7 +260,7 @@ class Host:
 
     def _end(self, code: str, text: str) -> None:
         """One terminal event for every open request, then the workers are told, then everything is closed."""
-        self._tell(self._coordinator.fail_all(code, text))
+        self._tell(self._coordinator.fail_all(code, text) + self._compiling.fail_all(code, text))
         if code == "engine" and self._asker:  # what was counted, before it is gone
             self._rpc.send(self._asker, self._status(self._asker, StatusQuery()))
         if code == "shutdown":

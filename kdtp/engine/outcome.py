@@ -10,7 +10,7 @@ import msgspec
 from kdtp.engine.limits import no_choice
 from kdtp.engine.request import Request
 from kdtp.engine.scheduler import Turn
-from kdtp.messages import Failed, Finished, Ids, Scored, Tokens
+from kdtp.messages import Failed, Finished, Ids, Refused, Scored, Tokens
 from kdtp.types import Logprob, Move, SeqRows
 from kdtp.watch import Round
 
@@ -20,7 +20,7 @@ _BYTES = 4  # of a float32 logit
 class Event(NamedTuple):
     """Something to tell the client of a request; `logits` are raw float32 bytes, if it asked for them."""
 
-    message: Tokens | Scored | Round | Finished | Failed
+    message: Tokens | Scored | Round | Finished | Failed | Refused
     logits: bytes | None = None
 
 

@@ -155,6 +155,22 @@ def test_the_tokenizer_is_read_once_and_may_be_read_ahead(folder, tmp_path, monk
         missing.compile(CODE)
 
 
+def test_a_grammar_is_compiled_once_however_many_want_it(folder, monkeypatch):
+    grammars = Grammars(str(folder), 512, ())
+    first = grammars.compile(CODE)
+    at_first = first.mask()
+    for _ in range(2):
+        first.advance(next(i for i in range(512) if allows(at_first, i)))
+    compiled = []
+    compile_ = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda grammar: compiled.append(grammar) or compile_(grammar))
+    assert grammars.compile(CODE).mask() == at_first != first.mask() and not compiled
+    others = [Grammar("regex", f"a{{{i}}}") for i in range(1, 65)]
+    for other in (*others, CODE, others[-1]):
+        grammars.compile(other)
+    assert compiled == [*others, CODE], "the one that was wanted least of late is forgotten"
+
+
 class Failing:
     """A grammar that reaches a limit at its fourth mask."""
 
@@ -177,7 +193,7 @@ class Failing:
 
 def test_a_grammar_that_fails_fails_its_own_request(engine):
     coordinator = engine.coordinator(NONE)
-    coordinator._compile = lambda grammar: Failing()
+    coordinator.compile = lambda grammar: Failing()
     coordinator.submit(Request(1, (1, 2), SamplingParams(max_tokens=9, grammar=CODE)))
     coordinator.submit(Request(2, (3,), SamplingParams(max_tokens=9)))
     ends = {}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -37,9 +39,11 @@ from kdtp.messages import (
     Welcome,
 )
 from kdtp.server.metrics import Metrics
-from kdtp.types import SamplingParams
+from kdtp.types import Grammar, SamplingParams
 from kdtp.version import __version__
+from kdtp.watch import Round
 from tests.paths import TINY
+from tests.processes import collect
 
 EPOCH = 99
 
@@ -380,12 +384,71 @@ def test_a_client_that_left_is_noticed_on_the_next_message(context, folder):
     server.close(0)
 
 
-def test_an_engine_that_breaks_says_what_it_has_counted(folder):
-    host = Host(plan(EngineConfig(str(TINY), threads=1, ping_interval=0.05)), folder)
+@contextmanager
+def hosted(folder, **settings):
+    """An engine of one rank in a thread, and a client of it."""
+    host = Host(plan(EngineConfig(str(TINY), threads=1, **settings)), folder)
     running = threading.Thread(target=host.run)
     running.start()
     client = Client(rundir.endpoint(folder, "rpc"))
     try:
+        until(lambda: client.status().state == "ready", 20)
+        yield host, client
+    finally:
+        host.stop(signal.SIGTERM, None)
+        client.close()
+        running.join(20)
+
+
+class Anything:
+    """The grammar of every text."""
+
+    ends, error = frozenset({0}), ""
+
+    def mask(self):
+        return b"\xff" * 64
+
+    def advance(self, token):
+        pass
+
+    def rollback(self, count):
+        pass
+
+
+def test_grammars_are_compiled_beside_the_rounds(folder):
+    gate = threading.Event()
+
+    def compile_(grammar):
+        assert gate.wait(20)
+        if grammar.text == "bad":
+            raise ValueError("grammar: bad")
+        return Anything()
+
+    with hosted(folder, max_queue=3) as (host, client):
+        host._compiling._compile = compile_
+        good, bad = (SamplingParams(max_tokens=4, grammar=Grammar("regex", text)) for text in ("good", "bad"))
+        first, second, third, fourth = (client.submit((5,), params) for params in (good, good, bad, good))
+        client.watch(first, 2)
+        client.cancel(second)
+        assert collect(client, client.submit((6,), SamplingParams()))[1].reason == "length", "others go on"
+        assert collect(client, fourth)[1].reason.startswith("3 grammars wait to be compiled")
+        assert collect(client, second)[1].reason == "cancelled"
+        status = client.status()
+        assert status.open == (first, third) and status.waiting == 2
+        gate.set()
+        told = [message for message, _ in client.events(first)]
+        assert sum(isinstance(message, Round) for message in told) == 2 and told[-1].usage.completion_tokens > 0
+        assert collect(client, third)[1].message == "grammar: bad"
+        gate.clear()
+        last = client.submit((5,), good)
+        until(lambda: client.status().waiting == 1)
+        host.stop(signal.SIGTERM, None)
+        assert collect(client, last)[1].code == "shutdown"
+        gate.set()
+
+
+def test_an_engine_that_breaks_says_what_it_has_counted(folder):
+    with hosted(folder, ping_interval=0.05) as (host, client):
         until(lambda: client.status().step_ages, 20)
         assert 0 <= client.latest.step_ages[0] < 5 and client.latest.counters["desync_failures"] == 0
         host._fleet.desync_failures, host._fleet._fault = 1, EngineFault("ranks parted")
@@ -397,10 +460,6 @@ def test_an_engine_that_breaks_says_what_it_has_counted(folder):
         assert "kdtp:desync_failures_total 2" in lines
         (age,) = (line.split()[1] for line in lines if line.startswith('kdtp:worker_last_step_age_seconds{rank="0"}'))
         assert 100 <= float(age) < 110
-    finally:
-        host._fleet._fault = EngineFault("the test ends")
-        client.close()
-        running.join(20)
 
 
 # ---------------------------------------------------------------- run folder
