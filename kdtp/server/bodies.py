@@ -47,7 +47,7 @@ class Sampling(Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: dict[Annotated[str, Meta(max_length=20)], float] | None = None
-    allowed_token_ids: IdList | None = None
+    allowed_token_ids: Annotated[list[Token], Meta(min_length=1, max_length=1024)] | None = None
     priority: Int32 | None = None
     cache_salt: Name | None = None
     speculate: bool | None = None
@@ -171,6 +171,7 @@ class ChatBody(Sampling, kw_only=True):
     messages: Messages
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     max_completion_tokens: Length | None = None

@@ -22,7 +22,7 @@ _ESCAPES = re.compile(rb"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-
 # Fields of OpenAI's or others' APIs that change what is answered and that we do not have: only these values, and null.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1, 1.0), "prompt_logprobs": (),
-    "functions": ([],), "function_call": ("none",), "parallel_tool_calls": (True,), "modalities": (["text"],),
+    "functions": ([],), "function_call": ("none",), "modalities": (["text"],),
     "audio": (), "prediction": (), "web_search_options": (), "store": (False,), "service_tier": ("auto", "default"),
     "verbosity": (), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "chat_template": (), "documents": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (),

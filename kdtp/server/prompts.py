@@ -168,15 +168,16 @@ class Model:
 
     def _grammar(self, body: ChatBody, thinking: bool) -> Grammar | None:
         """What the answer must match; behind its thinking, if it begins with that."""
-        called, schema = must_call(body.tools, body.tool_choice), _schema(body.response_format)
+        called = must_call(body.tools, body.tool_choice, body.parallel_tool_calls)
+        schema = _schema(body.response_format)
         if schema is not None and body.tools and body.tool_choice != "none":
             raise ApiError(400, "response_format: cannot be kept beside tools", "response_format")
         if called is not None:
             assert self.template is not None
             form = find_format(self.tokenizer, self.template.source)
             if form is None:
-                field = "tools[].function.strict" if called.free else "tool_choice"
-                raise ApiError(400, f"{field}: {self.name} has no form of tool calls that is known", field)
+                text = f"{called.field}: {self.name} has no form of tool calls that is known"
+                raise ApiError(400, text, called.field)
             before = sum(len(message.tool_calls or ()) for message in body.messages)
             calls = self.tokenizer, form, called.functions, before, called.most, thinking, called.free
             return _limited("lark", lambda: forced.calls(*calls), "tools")

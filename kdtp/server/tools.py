@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kdtp.server.bodies import NamedTool, Tool
+from kdtp.server.bodies import NamedTool, Tool, ToolFunction
 from kdtp.server.errors import ApiError
 from kdtp.text.forced import MOST_CALLS
 
@@ -16,11 +16,13 @@ Function = Mapping[str, Any]
 
 
 class Must(NamedTuple):
-    """Which functions are to be called, and how often at most; free: if any is called at all."""
+    """Which functions are to be called, and how often at most; free: if any is called at all. field: what asks for
+    it."""
 
     functions: Sequence[Function]
     most: int
     free: bool = False
+    field: str = "tool_choice"
 
 
 def shown(given: Sequence[Tool] | None, choice: Choice) -> list[dict[str, Any]] | None:
@@ -29,16 +31,19 @@ def shown(given: Sequence[Tool] | None, choice: Choice) -> list[dict[str, Any]] 
     return [{"type": "function", "function": f} for f in functions] if functions and choice != "none" else None
 
 
-def must_call(given: Sequence[Tool] | None, choice: Choice) -> Must | None:
-    """What the answer must be made of, if tool_choice says so; or its calls, if it may have any and one is strict."""
+def must_call(given: Sequence[Tool] | None, choice: Choice, parallel: bool | None = None) -> Must | None:
+    """What the answer must be made of, if tool_choice says so; or its calls, if it may have any, and one is strict or
+    only one may come (parallel is False)."""
     functions = _functions(given)
+    most = 1 if parallel is False else MOST_CALLS
     if choice in (None, "none", "auto"):
-        strict = choice != "none" and any(function.get("strict") for function in functions)
-        return Must([_loose(function) for function in functions], MOST_CALLS, free=True) if strict else None
+        field = "parallel_tool_calls" if parallel is False else "tools[].function.strict"
+        held = choice != "none" and functions and (parallel is False or any(f.get("strict") for f in functions))
+        return Must([_loose(function) for function in functions], most, True, field) if held else None
     if not functions:
         raise ApiError(400, "tool_choice: needs tools", "tool_choice")
     if not isinstance(choice, NamedTool):
-        return Must(functions, MOST_CALLS)
+        return Must(functions, most)
     name = choice.function.name
     named = [f for f in functions if f["name"] == name]
     if not named:
@@ -52,12 +57,24 @@ def _loose(function: Function) -> Function:
 
 
 def _functions(given: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    seen: set[str] = set()
     for i, tool in enumerate(given or ()):
         if tool.type != "function":
             raise ApiError(400, f"tools[{i}].type = {tool.type[:64]!r}: must be 'function'", f"tools[{i}].type")
         if tool.function is None:
             raise ApiError(400, f"tools[{i}].function: is missing", f"tools[{i}].function")
+        _check(f"tools[{i}].function", tool.function, seen)
     return [_filled(tool.function) for tool in given or ()]
+
+
+def _check(where: str, function: ToolFunction, seen: set[str]) -> None:
+    kind = (function.parameters or {}).get("type", "object")
+    if kind != "object":
+        at = f"{where}.parameters.type"
+        raise ApiError(400, f"{at} = {str(kind)[:64]!r}: must be 'object'", at)
+    if function.name in seen:
+        raise ApiError(400, f"{where}.name = {function.name!r}: is the name of another tool, too", f"{where}.name")
+    seen.add(function.name)
 
 
 def _filled(struct: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def calls(
             )
         else:
             lines.append(f"tool_{i}: {_text(name)} {separator} arguments_{i}")
-        lines.append(f"arguments_{i}: {_json(tool.get('parameters') or {'type': 'object'}, name)}")
+        lines.append(f"arguments_{i}: {_json({'type': 'object', **tool.get('parameters', {})}, name)}")
     return "\n".join(lines)
 
 

@@ -53,8 +53,8 @@ TOOL = {
 }
 
 
-def named(name):
-    return {"type": "function", "function": {"name": name}}
+def named(name, **more):
+    return {"type": "function", "function": {"name": name} | more}
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def called(done, stream: bool) -> tuple[list[tuple[str, str]], str, str]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_that_must_be_called_is_called(client, stream):
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
-    tools = [{"type": "function", "function": {"name": "look", "parameters": nothing}}, CITY]
+    tools = [named("look", parameters=nothing), CITY]
     given = {"model": "tiny", "messages": ASKED, "tools": tools, "seed": 3, "max_tokens": 400, "stream": stream}
     spaces = {str(TOKENIZER.encode(c)[0]): -100 for c in "\t\n\r "}
     for choice in ("required", {"type": "function", "function": {"name": "city"}}):
@@ -244,6 +244,8 @@ def test_a_tool_that_must_be_called_is_called(client, stream):
         calls, content, reason = called(done, stream)
         assert reason == "tool_calls" and not content.strip() and 1 <= len(calls) <= 16
         assert choice == "required" or [name for name, _ in calls] == ["city"]
+        one = client.chat.completions.create(**given, tool_choice=choice, logit_bias=spaces, parallel_tool_calls=False)
+        assert len(called(one, stream)[0]) == 1
         for name, text in calls:
             assert json.loads(text) in ([{}] if name == "look" else [{"name": "Rom"}, {"name": "Bonn"}])
 
@@ -252,12 +254,16 @@ def test_a_tool_that_must_be_called_is_called(client, stream):
 def test_a_strict_tool_is_called_as_it_says_or_not_at_all(client, stream):
     strict = CITY | {"function": CITY["function"] | {"strict": True}}
     given = {"model": "tiny", "messages": ASKED, "tools": [TOOL, strict], "temperature": 0, "stream": stream}
-    spaces = {str(TOKENIZER.encode(c)[0]): -100 for c in "\t\n\r "}
-    begin = {str(TOKENIZER.controls["<｜tool▁calls▁begin｜>"]): 100, str(TOKENIZER.encode("c")[0]): 50}
-    done = client.chat.completions.create(**given, max_tokens=400, logit_bias=spaces | begin)
-    calls, _, reason = called(done, stream)
-    assert reason == "tool_calls" and {name for name, _ in calls} == {"city"}
+    bias = {str(i): -100 for i in range(512) if not TOKENIZER.token_bytes(i).strip()}
+    bias |= {str(TOKENIZER.controls[f"<｜tool▁{what}▁begin｜>"]): 100 for what in ("calls", "call")}
+    bias[str(TOKENIZER.encode("c")[0])] = 50  # city, not look
+    done = client.chat.completions.create(**given, max_tokens=200, logit_bias=bias)
+    *calls, _ = called(done, stream)[0]  # the last may be cut off
+    assert len(calls) > 1 and {name for name, _ in calls} == {"city"}
     assert all(json.loads(text)["name"] in ("Rom", "Bonn") for _, text in calls)
+    given["parallel_tool_calls"] = False
+    done = client.chat.completions.create(**given, max_tokens=400, logit_bias=bias)
+    assert called(done, stream) == (calls[:1], "", "tool_calls")
     _, content, reason = called(client.chat.completions.create(**given, max_tokens=5), stream)
     assert content and reason == "length"
     strict["function"]["parameters"] = {"$ref": "#"}
@@ -361,6 +367,13 @@ def test_tokenize_and_back(ready):
         ),
         ("/v1/chat/completions", {"messages": ASKED, "tools": [{"type": "custom"}]}, "tools[0].type"),
         ("/v1/chat/completions", {"messages": ASKED, "tools": [{"type": "function"}]}, "tools[0].function"),
+        (
+            "/v1/chat/completions",
+            {"messages": ASKED, "tools": [named("f", parameters={"type": "string"})]},
+            "tools[0].function.parameters.type",
+        ),
+        ("/v1/chat/completions", {"messages": ASKED, "tools": [named("f"), named("f")]}, "tools[1].function.name"),
+        ("/v1/completions", {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
         ("/v1/chat/completions", {"messages": ASKED, "max_completion_tokens": 0}, "max_completion_tokens"),
         ("/v1/chat/completions", {"messages": ASKED, "tool_choice": "required"}, "tool_choice"),
         ("/v1/chat/completions", {"messages": ASKED, "tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
