@@ -34,7 +34,7 @@ GOLDEN = plan(EngineConfig(str(TINY))).golden
 assert GOLDEN is not None
 TOKENIZER = load(TEXT)
 GOLDEN_TEXT = TOKENIZER.decode(GOLDEN.tokens)
-BROKEN_TOOL = {"type": "function", "function": {"name": "x", "parameters": {"type": "nonsense"}}}
+BROKEN_TOOL = {"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": {"type": "nonsense"}}}}}
 CITY = {
     "type": "function",
     "function": {
