@@ -178,6 +178,8 @@ def test_logprobs_echo_and_scoring(client):
         assert choices[0].logprobs.token_logprobs == values[:8]
         assert "".join(c.text for c in choices) == TOKENIZER.decode(GOLDEN.prompt)
     assert golden(client, max_tokens=0, echo=True).choices[0].text == TOKENIZER.decode(GOLDEN.prompt)
+    cold = golden(client, logprobs=2, max_tokens=4, temperature=0.01, extra_body={"allowed_token_ids": [300]})
+    assert all(-100 < value < 0 for value in cold.choices[0].logprobs.token_logprobs), "of the model, not of the rules"
     chat = client.chat.completions.create(
         model="tiny", messages=ASKED, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
     )

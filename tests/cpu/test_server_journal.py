@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from kdtp.messages import Failed, Finished, Refused, Scored, Tokens, Usage
 from kdtp.server.choice import Choice, Grown
-from kdtp.server.driver import Driver
+from kdtp.server.driver import Driver, Health
 from kdtp.server.errors import invalid, of_terminal
 from kdtp.server.forms import ChatForm
 from kdtp.server.journal import Job
@@ -174,6 +174,26 @@ def test_a_job_that_engines_may_die_of_ends_before_the_service_does():
     (failed,) = told["old"]
     assert "3 engines died with this request open: bang" in failed.message and not told["new"] + told["waiting"]
     assert health.state == "dead" and health.restarts == 4
+
+
+def test_a_figure_that_cannot_be_counted_ends_nothing(monkeypatch, caplog):
+    told: list = []
+
+    async def run():
+        driver = Driver(None, 3, 60.0, lambda: None)
+        driver._health = Health("ready")
+        for name in ("begun", "told", "ended"):
+            monkeypatch.setattr(driver.metrics, name, lambda *given: 1 / 0)
+        job, left = (Job((1,), SamplingParams(), told.append) for _ in range(2))
+        for each in (job, left):
+            driver.submit(each)
+        driver._deliver([(job, Tokens(1, 0, (5,))), (job, Finished(1, "stop", Usage()))])
+        driver.cancel(left)
+        assert driver.open == 0
+
+    asyncio.run(run())
+    assert [type(event) for event in told] == [Tokens, Finished]
+    assert caplog.text.count("a metric could not be counted") == 5
 
 
 @pytest.mark.parametrize(
