@@ -17,6 +17,7 @@ _COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _TALLIES = {  # of the engine's steps: how they are called here, and their bounds
     "tree_nodes": ("tree_nodes", (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)),
     "tree_depth": ("tree_depth", tuple(range(1, 17))),
+    "accepted": ("accepted_path_length", tuple(range(17))),
     "step_rows": ("iteration_tokens_total", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
 }
 _DROPPED = ("malformed", "stranger", "stale", "malformed_rpc", "unreachable_client")
@@ -128,6 +129,7 @@ class Metrics:
         lines += _family("desync_failures_total", "counter", {"": self.counts["desync_failures"]})
         for name in (*names, *spec):
             lines += _family(f"{name}_total", "counter", {"": self.counts[name]})
+        lines += _family("corrupted_requests_total", "counter", {"": self.reasons["error_no_token"]})
         lines += _family("request_success_total", "counter", _labelled("finished_reason", self.reasons))
         per = _labelled("position", self.accepted)
         lines += _family("spec_decode_num_accepted_tokens_per_pos_total", "counter", per)
@@ -171,14 +173,12 @@ def _gauges(status: Status | None, silence: float, state: str, ratio: float) -> 
     yield from _family("dropped_frames_total", "counter", _labelled("reason", dropped))
     seconds = {stage: round(ms / 1e3, 6) for stage, ms in status.stage_ms.items()}
     yield from _family("step_stage_seconds_total", "counter", _labelled("stage", seconds))
+    tallies = {"accepted": dict(enumerate(status.accepted)), **status.tallies}
     for key, (name, bounds) in _TALLIES.items():
         histogram = Histogram(bounds)
-        for value, times in status.tallies.get(key, {}).items():
+        for value, times in tallies.get(key, {}).items():
             histogram.add(value, times)
         yield from histogram.family(name)
-    yield from _family(
-        "accepted_path_length_rounds_total", "counter", _labelled("length", dict(enumerate(status.accepted)))
-    )
 
 
 def _labelled(label: str, values: Mapping[str, float] | Mapping[int, float]) -> dict[str, float]:

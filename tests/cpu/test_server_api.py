@@ -612,8 +612,13 @@ def test_metrics_and_open_requests(ready, client):
     assert more('request_prompt_tokens_bucket{le="+Inf"}') == 2 == more('request_prompt_tokens_bucket{le="16"}')
     assert after['kdtp:engine_state{state="ready"}'] == 1 and after["kdtp:load_progress_ratio"] == 1
     assert more("request_queue_time_seconds_count") >= 1 and after['kdtp:worker_up{rank="0"}'] == 1
-    assert after["kdtp:desync_failures_total"] == 0
-    for name in ("iteration_tokens_total_count", "tree_nodes_sum", "tree_depth_sum"):  # the engine's, a second old
+    assert after["kdtp:desync_failures_total"] == after["kdtp:corrupted_requests_total"] == 0
+    for name in (
+        "iteration_tokens_total_count",
+        "tree_nodes_sum",
+        "tree_depth_sum",
+        "accepted_path_length_count",
+    ):  # the engine's, a second old
         until(lambda: figures(ready)[f"kdtp:{name}"] > before[f"kdtp:{name}"], 5, name)  # noqa: B023
     assert 0 <= figures(ready)['kdtp:worker_last_step_age_seconds{rank="0"}'] < 10  # an idle rank is pinged
     stream = golden(client, prompt=[3, 4], max_tokens=400, stream=True, extra_body={"speculate": False})
