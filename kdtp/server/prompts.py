@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -15,26 +15,24 @@ from kdtp.server.bodies import (
     ChatBody,
     ChatInput,
     CompletionBody,
-    ResponseFormat,
     Sampling,
 )
+from kdtp.server.constraint import constraint
 from kdtp.server.conversation import plain
 from kdtp.server.errors import ApiError, invalid
 from kdtp.server.journal import Extra
-from kdtp.server.tools import must_call, shown
-from kdtp.text import forced
-from kdtp.text.calls import AnswerParser, find_format, is_thinking
+from kdtp.server.tools import shown
+from kdtp.text.calls import AnswerParser, Format, find_format, is_thinking
 from kdtp.text.files import TextError
 from kdtp.text.stream import check_stops
 from kdtp.text.template import ChatTemplate
 from kdtp.text.tokenizer import Tokenizer
-from kdtp.types import Grammar, SamplingParams
+from kdtp.types import SamplingParams
 
 TEMPERATURE = 1.0  # OpenAI's default
 COMPLETION_TOKENS = 16  # likewise
 EFFORT = "reasoning_effort"
 SWITCHES = ("thinking", "enable_thinking")  # variables of templates that turn thinking off
-MOST_GRAMMAR = 1 << 18  # characters
 # Fields that have the same name and meaning in SamplingParams.
 _ALIKE = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "presence_penalty", "frequency_penalty"),
@@ -143,9 +141,13 @@ class Model:
 
     def parser(self, prompt: Sequence[int], body: ChatBody) -> AnswerParser:
         """For the answer to a prompt of `chat_ids`."""
-        assert self.template is not None
-        form = None if body.tool_choice == "none" else find_format(self.tokenizer, self.template.source)
+        form = None if body.tool_choice == "none" else self._form()
         return AnswerParser(self.tokenizer, form, is_thinking(self.tokenizer, prompt))
+
+    def _form(self) -> Format | None:
+        """How it writes tool calls."""
+        assert self.template is not None
+        return find_format(self.tokenizer, self.template.source)
 
     # ------------------------------------------------------------------ parameters
 
@@ -162,30 +164,10 @@ class Model:
             raise ApiError(400, "max_completion_tokens = 0: must be at least 1", "max_completion_tokens")
         if most is None:
             most = max(1, self._room() - len(prompt))
-        grammar = self._grammar(body, is_thinking(self.tokenizer, prompt))
+        thinking = is_thinking(self.tokenizer, prompt)
+        grammar = constraint(body, self.tokenizer, self._form(), thinking)
         best = (body.top_logprobs or 0) if body.logprobs else None
         return self._asks([prompt], body, most, logprobs=best, grammar=grammar)
-
-    def _grammar(self, body: ChatBody, thinking: bool) -> Grammar | None:
-        """What the answer must match; behind its thinking, if it begins with that."""
-        called = must_call(body.tools, body.tool_choice, body.parallel_tool_calls)
-        schema = _schema(body.response_format)
-        if schema is not None and body.tools and body.tool_choice != "none":
-            raise ApiError(400, "response_format: cannot be kept beside tools", "response_format")
-        if called is not None:
-            assert self.template is not None
-            form = find_format(self.tokenizer, self.template.source)
-            if form is None:
-                text = f"{called.field}: {self.name} has no form of tool calls that is known"
-                raise ApiError(400, text, called.field)
-            before = sum(len(message.tool_calls or ()) for message in body.messages)
-            calls = self.tokenizer, form, called.functions, before, called.most, thinking, called.free
-            return _limited("lark", lambda: forced.calls(*calls), "tools")
-        if schema is None:
-            return None
-        if thinking:
-            return _limited("lark", lambda: forced.after_thinking(self.tokenizer, schema), "response_format")
-        return _limited("json_schema", lambda: msgspec.json.encode(schema).decode(), "response_format")
 
     def asks_completion(self, body: CompletionBody) -> list[Ask]:
         """The choices that a completion request asks for: n for each prompt, in that order."""
@@ -206,9 +188,7 @@ class Model:
         if len(prompts) * count > MOST_CHOICES:
             text = f"n = {count}: of {len(prompts)} prompts; must be at most {MOST_CHOICES} choices in all"
             raise ApiError(400, text, "n")
-        if len(prompts) * count > (most_waiting := self.plan.config.max_queue):  # not even an idle engine takes them
-            text = f"n = {count}: of {len(prompts)} prompt(s), but at most {most_waiting} may wait (--max-queue)"
-            raise ApiError(400, text, "n")
+        self._check_queue(prompts, count)
         for prompt in prompts:
             if len(prompt) > self.context:
                 text = f"prompt: {len(prompt)} tokens, but the model's context is {self.context}"
@@ -225,6 +205,18 @@ class Model:
         params = [self._params(body, most, seed + i, stops, more) for i in range(count)]
         extra = Extra(body.speculate is not False, body.draft_budget, body.priority or 0, body.cache_salt or "")
         return [Ask(prompt, each, ends, extra) for prompt in prompts for each in params]
+
+    def _check_queue(self, prompts: Sequence[tuple[int, ...]], count: int) -> None:
+        """ApiError for more than even an idle engine takes at once."""
+        config, choices = self.plan.config, len(prompts) * count
+        tokens = count * sum(len(prompt) for prompt in prompts)
+        if choices > config.max_queue:
+            most = f"{config.max_queue} may wait (--max-queue)"
+        elif choices > 1 and tokens > config.max_queue_tokens:
+            most = f"{config.max_queue_tokens} tokens may wait (--max-queue-tokens), not {tokens}"
+        else:
+            return
+        raise ApiError(400, f"n = {count}: of {len(prompts)} prompt(s), but at most {most}", "n")
 
     def _params(self, body: Sampling, most: int, seed: int, stops: frozenset[int], more: Mapping[str, Any]) -> Any:
         given: dict[str, Any] = {"temperature": TEMPERATURE, **self.defaults}
@@ -261,30 +253,3 @@ def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
             raise ApiError(400, f"logit_bias[{name!r}]: must be a token id below {vocab_size}", "logit_bias")
         biases[int(name)] = bias
     return biases
-
-
-def _schema(form: ResponseFormat | None) -> Mapping[str, Any] | None:
-    """What response_format asks for, if it is JSON."""
-    if form is None:
-        return None
-    if form.json_schema is not None and form.type != "json_schema":
-        field = "response_format.json_schema"
-        raise ApiError(400, f"{field}: needs type = 'json_schema', which is {form.type!r}", field)
-    if form.type == "text":
-        return None
-    if form.type == "json_object":
-        return {"type": "object"}
-    schema = form.json_schema.schema if form.json_schema else None
-    if schema is None:
-        raise ApiError(400, "response_format.json_schema.schema: is missing", "response_format.json_schema")
-    return schema
-
-
-def _limited(kind: Literal["json_schema", "lark"], make: Callable[[], str], field: str) -> Grammar:
-    try:
-        text = make()
-    except TextError as error:
-        raise ApiError(400, f"{field}: {error}", field) from None
-    if len(text) > MOST_GRAMMAR:
-        raise ApiError(400, f"{field}: a grammar of {len(text)} characters: must be at most {MOST_GRAMMAR}", field)
-    return Grammar(kind, text)

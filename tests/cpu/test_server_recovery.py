@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from contextlib import contextmanager
 
 import openai
@@ -65,7 +66,22 @@ def test_an_engine_that_dies_is_no_end(tmp_path):
 
 def test_a_full_queue_and_an_end_by_two_signals(tmp_path):
     with Service(tmp_path, "--shutdown-timeout", 60, "--max-queue-tokens", 8, "--strict-params") as service:
-        status, answer, headers = service.call("POST", "/v1/completions", {"prompt": [1], "n": 128})
+        status, answer, _ = service.call("POST", "/v1/completions", {"prompt": [1] * 3, "n": 3})
+        assert status == 400 and "at most 8 tokens may wait (--max-queue-tokens), not 9" in answer["error"]["message"]
+        answers: list = []
+        body = {"prompt": [1] * 5, "max_tokens": 1}
+        askers = [
+            threading.Thread(target=lambda: answers.append(service.call("POST", "/v1/completions", body)))
+            for _ in range(2)
+        ]
+        service.find("host").suspend()  # so that both come at once
+        for asker in askers:
+            asker.start()
+        time.sleep(0.5)
+        service.find("host").resume()
+        for asker in askers:
+            asker.join(20)
+        (_, (status, answer, headers)) = sorted(answers, key=lambda answer: answer[0])
         assert (status, answer["error"]["code"]) == (503, "overloaded") and int(headers["retry-after"]) >= 1
         for field, name in ((b'"tempratur":1', "tempratur"), (b'"n":1,"n":1', "n")):
             status, answer, _ = service.call("POST", "/v1/completions", b'{"prompt":"x",' + field + b"}")
