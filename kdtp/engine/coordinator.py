@@ -58,6 +58,7 @@ class Coordinator:
         self.widths: Widths | None = None  # of the budget
         self.compile = compile_ or _no_grammars
         self._spent: dict[str, float] = {}
+        self._ended: float | None = None  # when the last round did, if another was to follow
         self._drafting: set[int] = set()
 
     def start(self) -> None:
@@ -120,6 +121,7 @@ class Coordinator:
 
     def step(self) -> list[Event]:
         """Run one round for every running request, and say what came of it."""
+        began = self._ended or time.perf_counter()
         plan = self.scheduler.next()
         self._make_way(plan)
         self._spent = {}
@@ -142,8 +144,10 @@ class Coordinator:
             for outcome in outcomes:
                 if not outcome.ended:
                     self._absorb(outcome)
+        self._ended = None if self.idle else time.perf_counter()
         if self.widths:
-            self.widths.learn(rows, grown, outcomes, self._spent)
+            # What is done between two rounds is done once a round: telling clients, hearing them.
+            self.widths.learn(rows, grown, outcomes, self._spent, (self._ended or time.perf_counter()) - began)
         self._book(plan.turns)
         shown = self.watched.events(plan.turns, rows, grown, outcomes, self._spent) if self.watched else []
         for outcome in outcomes:

@@ -84,8 +84,9 @@ class Widths:
         grown: Mapping[int, Grown],
         outcomes: Sequence[Outcome],
         spent: Mapping[str, float],
+        seconds: float,
     ) -> None:
-        """What a round took and brought."""
+        """What a round took, by stages and in all, and brought."""
         for r, outcome in zip(rows, outcomes, strict=True):
             tree = grown.get(r.seq)
             # What a grammar has taken away was never tried.
@@ -97,7 +98,7 @@ class Widths:
             self._asked = 0
         if len(grown) == len(rows):
             count = sum(len(r.tokens) for r in rows)
-            self.policy.learn(len(rows), count, context, sum(spent.values()) - drafting)
+            self.policy.learn(len(rows), count, context, seconds - drafting)
 
 
 def _shown(curve: Mapping[int, float]) -> str:

@@ -20,9 +20,11 @@ BINS = 16  # of scores, half a nat each; the last has all that are lower
 _TRUST = 2.0  # accepted tokens that the drafter's own word counts for
 _FADE = 0.998  # per tree, of what was learned
 _TRIED = 3  # nodes, at least, of a trial
-_NEWEST = 0.2  # how much a round counts in the gain
+_NEWEST = 0.2  # how much a round counts in the gain,
+_AGES = 0.95  # and how much less after each plain round
 _ENTERS = 1.03  # gain from which on all are drafted for; they are until it is below 1
-_LOSS = 0.02  # of plain rounds may be lost to drafts that do not pay,
+_TRIALS = 0.01  # of plain rounds is lost to trials after a while;
+_LOSS = 0.02  # of them may be lost to drafts that do not pay,
 _CREDIT = 4.0  # beside so many at first
 
 
@@ -99,9 +101,10 @@ def _bin(score: float) -> int:
 
 class Pauses:
     """Whether drafting pays for about so many sequences: then every round drafts for all. If not, a trial drafts for
-    few, after 1, 2, 4, ... LONGEST plain rounds, as long as what is lost stays below _LOSS of the time."""
+    few, after 1, 2, 4, ... at most LONGEST plain rounds, or as many as make trials cost _TRIALS of the time; and only
+    as long as what is lost is below _LOSS of the time."""
 
-    LONGEST = 128
+    LONGEST = 64
 
     def __init__(self) -> None:
         self.pays = False
@@ -113,7 +116,10 @@ class Pauses:
         """Whether to draft in this round; counts it."""
         self._left -= 1
         self._credit = min(self._credit + _LOSS, _CREDIT)
-        return self.pays or self._left < 0 <= self._credit
+        if self.pays or self._left < 0 <= self._credit:
+            return True
+        self._with, self._without = _AGES * self._with, _AGES * self._without
+        return False
 
     def learn(self, seconds: float, plain: float, loss: float) -> None:
         """All drafted for, a round would take so long, and plain decoding, for its tokens, `plain`; loss: plain rounds
@@ -122,8 +128,9 @@ class Pauses:
         self._with += _NEWEST * (seconds - self._with)
         self._without += _NEWEST * (plain - self._without)
         self.pays = self._without > (1.0 if self.pays else _ENTERS) * self._with
-        # What looks well by itself is looked at again soon.
-        self._pause = 1 if plain > _ENTERS * seconds else min(2 * self._pause, self.LONGEST)
+        # What looks well by itself is looked at again soon, and so is what costs little to look at.
+        longest = min(max(1, math.ceil(loss / _TRIALS)), self.LONGEST)
+        self._pause = 1 if self.pays or plain > _ENTERS * seconds else min(2 * self._pause, longest)
         self._left = self._pause
 
 
