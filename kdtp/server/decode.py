@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -17,6 +14,7 @@ from kdtp.server.errors import ApiError
 
 _MOST_NAMES = 20  # of fields without effect that are shown
 _MOST_VALUE = 40  # characters of a wrong value that are shown
+_TOKENS = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?|([{}])', re.DOTALL)
 _ESCAPES = re.compile(rb"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-F]\w\w)|\\.", re.DOTALL)
 
 # Fields of OpenAI's or others' APIs that change what is answered and that we do not have: only these values, and null.
@@ -44,8 +42,8 @@ def decode(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
     try:
         raw = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         body = msgspec.json.decode(data, type=kind)
-        twice = _twice(data)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:  # the last are Python's own
+        data.decode()  # what is not known has not been looked at
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         found = re.fullmatch(r"(.*?)(?: - at `(?:key` in `)?\$\.?(.*)`)?", str(error), re.DOTALL)
         assert found is not None
         text, at = found.groups()
@@ -61,7 +59,7 @@ def decode(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
     if getattr(getattr(body, "response_format", None), "json_schema", None):
         others = set(_fields(_fields(raw["response_format"])["json_schema"])).difference(JsonSchema.__struct_fields__)
         unknown += [f"response_format.json_schema.{_shown(name)}" for name in sorted(others)]
-    return body, (unknown + twice)[:_MOST_NAMES]
+    return body, (unknown + _twice(data))[:_MOST_NAMES]
 
 
 def _half(data: bytes) -> str:
@@ -71,16 +69,22 @@ def _half(data: bytes) -> str:
 
 
 def _twice(data: bytes) -> list[str]:
-    """Names that an object has more than once: the last one counts."""
+    """Names that an object of well-formed JSON has more than once: the last one counts."""
     found: dict[str, None] = {}
-
-    def note(pairs: Sequence[tuple[str, Any]]) -> None:
-        if len(dict(pairs)) < len(pairs):
-            counts = Counter(name for name, _ in pairs)
-            found.update(dict.fromkeys(name for name, count in counts.items() if count > 1))
-
-    json.loads(data.decode(), object_pairs_hook=note, parse_int=str, parse_float=str)
-    return [f"{_shown(name)} (given twice)" for name in found]
+    objects: list[set[str]] = []
+    # A loop, for a parser in C would hold up the streams of others for as long as it runs.
+    for token in _TOKENS.finditer(data):
+        name, colon, brace = token.groups()
+        if brace == b"{":
+            objects.append(set())
+        elif brace:
+            objects.pop()
+        elif colon:
+            key = msgspec.json.decode(b'"%s"' % name, type=str) if b"\\" in name else name.decode()
+            if key in objects[-1]:
+                found[key] = None
+            objects[-1].add(key)
+    return [f"{_shown(key)} (given twice)" for key in found]
 
 
 def _value(data: bytes, at: str) -> str:

@@ -100,6 +100,19 @@ def test_a_name_is_read_or_told(parts, tmp_path):
         assert served.unread(ChatBody(messages=ASKED), ()) == []
 
 
+def test_names_that_stand_twice_are_found_wherever_they_are():
+    body = {"prompt": 'a "x": {', "echo": True, "z": [{"a": 1}, {"a": [{}, {"b": 2}]}, "a"], "": {"echo": 1}}
+    text = json.dumps(body)
+    assert decode(text.encode(), CompletionBody)[1] == ["z", "''"]
+    for before, after, name in (
+        ('"b": 2', '"b": 2, "c": "b", "\\u0062": [2]', "b"),
+        ('"echo": true', '"echo": true, "ech\\u006f" : false', "echo"),
+        ('{"a": 1}', '{"\\"": 1, "\\\\" : {}, "\\"": 2}', '"'),
+    ):
+        found = decode(text.replace(before, after).encode(), CompletionBody)[1]
+        assert found == ["z", "''", f"{name} (given twice)"]
+
+
 @pytest.mark.parametrize(
     "body, words",
     [
