@@ -61,8 +61,7 @@ template <int kTiles> struct Rows {
 // sum += w x over so many steps, for kSets sets of 16 outputs. The weights of the next kAhead steps are always on their
 // way, and a single tile's rows for the next kRowsAhead; more rows do not fit into registers, but come from caches.
 // Pointers walk along, so that what is added to them is a constant.
-template <class Weights, int kTiles, int kSets> struct Stream {
-  static constexpr int kAhead = kTiles == 2 ? 2 : kSets == 2 ? 3 : 5;  // as many as registers allow
+template <class Weights, int kTiles, int kSets, int kAhead> struct Stream {
   static constexpr int kRowsAhead = kTiles == 1 ? kAhead : 0, kSlots = kRowsAhead == 0 ? 1 : kRowsAhead;
   static_assert(kAhead % kSlots == 0, "slots go round with the steps");
   static constexpr int kBlocks = Weights::kStep / kBlock;
@@ -137,7 +136,8 @@ __global__ void __launch_bounds__(kMoeThreads * 2 / kSets, kSets) moe_gate_up_ke
     item = next;
     const int column = job % tiles * 16;
     const int64_t row = static_cast<int64_t>(item.expert) * 2 * p.inter + column;
-    Stream<Weights, kTiles, kSets> stream;
+    constexpr int kAhead = kTiles == 2 ? 2 : kSets == 2 ? 3 : 5;  // as many as registers allow
+    Stream<Weights, kTiles, kSets, kAhead> stream;
 #pragma unroll
     for (int m = 0; m < kSets; ++m)
       stream.w[m] = {p.w_gate_up, p.s_gate_up, row + (set + m) * p.inter, p.hidden, first};
@@ -177,7 +177,8 @@ __global__ void __launch_bounds__(kMoeThreads * 2 / kSets, kSets) moe_gate_up_ke
   }
 }
 
-// parts = inner * w_down. A warp does 32 columns of an item at a time.
+// parts = inner * w_down. A warp does 32 columns of an item at a time. Two steps are on their way: a rank has few (four
+// of Kimi K2's on one of eight), and the last ones of an odd turn would come alone (H200: 47 and 45 us, of 16 rows).
 template <class Weights, int kTiles>
 __global__ void __launch_bounds__(kMoeThreads, 2) moe_down_kernel(const Moe p) {
   let_kernel_behind_start();
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(kMoeThreads, 2) moe_down_kernel(const Moe p) {
     item = next;
     const int column = job % tiles * 32;
     const int64_t row = static_cast<int64_t>(item.expert) * p.hidden + column;
-    Stream<Weights, kTiles, 2> stream = {
+    Stream<Weights, kTiles, 2, 2> stream = {
         {{p.w_down, p.s_down, row, p.inter, 0}, {p.w_down, p.s_down, row + 16, p.inter, 0}}};
     stream.open(steps);  // they do not depend on the kernel before
     next.load(p, (job + stride) / tiles);

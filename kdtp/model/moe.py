@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -10,6 +11,7 @@ from kdtp import kernels
 from kdtp.config import ModelConfig
 from kdtp.kernels import Routing, cuda
 from kdtp.model.batch import Batch
+from kdtp.model.beside import beside
 from kdtp.model.layers import Mlp
 
 
@@ -85,9 +87,10 @@ class Moe:
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [M', H] -> this rank's partial sum [M', H]; no expert is read for padding."""
+        shared = None if self.shared is None else beside(x, partial(self.shared, x))
         logits = self._logits(x)[: len(batch.rows)]
         ids, weights = kernels.router(logits, self.bias, self.routing, batch.rows if batch.padded else None)
-        return self.experts(x, ids, weights, None if self.shared is None else self.shared(x))
+        return self.experts(x, ids, weights, None if shared is None else shared())
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         if self.w_router.dtype == torch.float32:
