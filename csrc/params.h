@@ -1,8 +1,7 @@
-// The C ABI of the kernels: one struct per op, one entry kdtp_<op>(const Kdtp<Op>Args*) each.
-//
-// It is read by the compiler, by kdtp/kernels/abi.py, which makes ctypes twins, and by the selftest. So it keeps to one
-// form: every field is 8 bytes (a pointer, int64_t or double), one a line, its shape and dtype behind it. "T" is the type
-// that `dtype` names. Pointers to const are inputs, others outputs, or both where "in/out" is said. Last is the stream.
+// The C ABI of the kernels: one struct per op, one entry kdtp_<op>(const Kdtp<Op>Args*) each. The compiler reads it,
+// kdtp/kernels/abi.py, which makes ctypes twins, and the selftest, so it keeps to one form: every field is 8 bytes (a
+// pointer, int64_t or double), one a line, its shape and dtype behind it. "T" is the type that `dtype` names. Pointers to
+// const are inputs, others outputs, or both where "in/out" is said. Last is the stream.
 //
 // Entries return 0, a cudaError_t, or KDTP_ILLEGAL for arguments that cannot be, before anything is launched;
 // kdtp_error() then says which. They launch on `stream`, never wait for the device, and allocate nothing, so they can
@@ -166,6 +165,7 @@ typedef struct KdtpMoeArgs {
   const void* s_gate_up;  // INT4 scales as repacked, or null
   const void* s_down;     // INT4 scales as repacked, or null
   const void* add;        // [rows, hidden] T, or null: what comes on top
+  const void* add_ready;  // the cudaEvent_t, on another stream, after which `add` is there; null: it is
   void* out;              // [rows, hidden] T
   void* workspace;        // [workspace_bytes]: kdtp_moe_workspace says how many are needed
   int64_t rows;

@@ -118,14 +118,14 @@ class Moe:
 
     def __call__(self, x: torch.Tensor, choice: Choice | None, stage: Stage) -> torch.Tensor:
         """[M, hidden] -> [M, hidden]; the router runs, but counts only where nothing is chosen."""
-        shared = beside(x, partial(self._shared, x, None, stage))
+        shared, ready = beside(x, partial(self._shared, x, None, stage))
         own = stage("router", 0, cuda.router, self._router(x, stage), self._bias, ROUTING)
         ids, weights = own if choice is None else choice
 
         def reads() -> int:
             return kept(self._experts) * hit(ids) // EXPERTS
 
-        return stage("moe", reads, cuda.moe_int4, x, ids, weights, *self._experts, shared())
+        return stage("moe", reads, cuda.moe_int4, x, ids, weights, *self._experts, shared, ready)
 
 
 class Attention:

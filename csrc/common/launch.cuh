@@ -2,9 +2,10 @@
 //
 // Kernels of a step follow each other without a gap: each is put on the device while the one before still runs, takes
 // from memory what no such kernel writes (weights, index tables, committed rows of the cache), and then waits. What is
-// copied, or written by kernels launched in another way, is there before the first one starts. Every block of every
-// kernel that is launched here calls wait_for_kernel_before() once, before it touches anything that kernels write or
-// read, and before it ends: then "the kernel before has ended" means that all before it have.
+// copied, written by kernels launched in another way, or before an event of another stream that is waited for, is there
+// before the first one starts. Every block of every kernel that is launched here calls wait_for_kernel_before() once,
+// before it touches anything that kernels write or read, and before it ends: then "the kernel before has ended" means
+// that all before it have.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>

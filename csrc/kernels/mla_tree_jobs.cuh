@@ -116,7 +116,8 @@ template <class S, int kStages> class Fetcher {
 
   // Items: the open ones, then those of tiles that begin on an aligned group, then those of tiles that begin with a
   // sequence; a tile has one for each split that any row may share, or one for all of them if they are folded. They go
-  // around the thread blocks and back, so that who has the longest of one round has the shortest of the next.
+  // around the thread blocks and back, so that who has the longest of one round has the shortest of the next; if a
+  // second round has items for some blocks only, those that had the open ones get them, which are short.
   __device__ void run() {
     const Batch& batch = problem_.batch;
     turns_ = batch.folded ? 1 : batch.splits.of(longest() + batch.rows);
@@ -124,7 +125,8 @@ template <class S, int kStages> class Fetcher {
     const int items = problem_.open_items + even_items + odd_items;
     const int blocks = gridDim.x, block = blockIdx.x;
     for (int first = 0, round = 0; first < items; first += blocks, ++round) {
-      int item = first + (round % 2 == 0 ? block : blocks - 1 - block);
+      const bool back = round % 2 == 1 && items >= 2 * blocks;
+      int item = first + (back ? blocks - 1 - block : block);
       if (item >= items) continue;
       if (item < problem_.open_items) open(item);
       else if ((item -= problem_.open_items) < even_items) even(item);

@@ -139,15 +139,16 @@ def moe(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     add: torch.Tensor | None = None,
+    ready: torch.cuda.Event | None = None,
 ) -> torch.Tensor:
-    """As kernels.moe for M = M', ids int32, experts K-major."""
+    """As kernels.moe for M = M', ids int32, experts K-major. `ready`, on another stream: `add` is there after it."""
     for w in (w_gate_up, w_down):
         _k_major("moe", w)
     out = torch.empty_like(x)
     shape: Fields = {"rows": x.shape[0], "hidden": x.shape[1], "inter": w_down.shape[1], "experts": w_down.shape[0]}
     tensors: Fields = {"ids": ids, "weights": weights, "w_gate_up": w_gate_up, "w_down": w_down, "out": out}
-    rest: Fields = {"add": _like("moe", add, x), "topk": ids.shape[1], "format": 0, "dtype": _dtype("moe", x)}
-    fields: Fields = {"x": x} | rest | shape | tensors
+    rest: Fields = {"topk": ids.shape[1], "format": 0, "dtype": _dtype("moe", x)}
+    fields: Fields = {"x": x} | rest | shape | tensors | _added("moe", add, ready, x)
     _run("moe", fields, x.device)
     return out
 
@@ -161,15 +162,16 @@ def moe_int4(
     w_down: torch.Tensor,
     s_down: torch.Tensor,
     add: torch.Tensor | None = None,
+    ready: torch.cuda.Event | None = None,
 ) -> torch.Tensor:
-    """As kernels.moe for x bfloat16 [M, H], with INT4 experts as `repack` gives them, gate and up as one matrix."""
+    """As `moe` for x bfloat16 [M, H], with INT4 experts as `repack` gives them, gate and up as one matrix."""
     experts, inter = w_gate_up.shape[0], w_gate_up.shape[1] // 2
     _int4("moe_int4", w_gate_up, s_gate_up, experts, 2 * inter, x.shape[1])
     _int4("moe_int4", w_down, s_down, experts, x.shape[1], inter)
     out = torch.empty_like(x)
     shape: Fields = {"rows": x.shape[0], "hidden": x.shape[1], "inter": inter, "experts": experts}
     tensors: Fields = {"w_gate_up": w_gate_up, "s_gate_up": s_gate_up, "w_down": w_down, "s_down": s_down, "out": out}
-    routing: Fields = {"ids": ids, "weights": weights, "topk": ids.shape[1], "add": _like("moe_int4", add, x)}
+    routing: Fields = {"ids": ids, "weights": weights, "topk": ids.shape[1]} | _added("moe_int4", add, ready, x)
     fields: Fields = {"x": x, "format": 1, "dtype": _dtype("moe_int4", x)} | shape | tensors | routing
     _run("moe", fields, x.device)
     return out
@@ -189,10 +191,10 @@ def repack(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, to
     return packed_out, scales_out
 
 
-def _like(op: str, add: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+def _added(op: str, add: torch.Tensor | None, ready: torch.cuda.Event | None, x: torch.Tensor) -> Fields:
     if add is not None and (add.shape, add.dtype, add.is_contiguous()) != (x.shape, x.dtype, True):
         raise KernelError(f"{op}: add {list(add.shape)} {add.dtype}: must be {list(x.shape)} {x.dtype}, contiguous")
-    return add
+    return {"add": add, "add_ready": None if ready is None else ready.cuda_event}
 
 
 def _int4(op: str, packed: torch.Tensor, scales: torch.Tensor, *shape: int) -> None:

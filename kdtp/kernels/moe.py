@@ -19,15 +19,17 @@ def moe(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     add: torch.Tensor | None = None,
+    ready: torch.cuda.Event | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each row's experts, added in the order of its ids, and `add` [M', H] on top.
 
     x [M', H], ids int64 [M, k], weights float32 [M, k] with M <= M' (rows of x behind the M-th are padding, and get
     `add` alone, or 0), w_gate_up [E, H, 2 * I] (gate, then up), w_down [E, I, H]; x, `add` and the experts float32 or
-    bfloat16 alike, the sum in float32 -> [M', H] of x's dtype. Raises as kernels.check.
+    bfloat16 alike, the sum in float32 -> [M', H] of x's dtype. On a GPU `add` may be made on another stream: it is
+    there after `ready`. Raises as kernels.check.
     """
     if x.is_cuda:
-        return cuda.moe(x, ids, weights, w_gate_up, w_down, add)
+        return cuda.moe(x, ids, weights, w_gate_up, w_down, add, ready)
     check("moe", "x", x, FLOATS, None, w_gate_up.shape[1])
     check("moe", "ids", ids, INDEX, None, None)
     check_rows("moe", ids.shape[0], x.shape[0])

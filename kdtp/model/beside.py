@@ -1,4 +1,4 @@
-"""Work beside other work: in a CUDA graph, two rows of small kernels that do not need each other run at once."""
+"""Work beside other work: in a CUDA graph, kernels that do not need each other run at once."""
 
 from __future__ import annotations
 
@@ -9,29 +9,22 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+Ready = torch.cuda.Event | None  # after which a result is there; None: it is
 
 
-def beside(x: torch.Tensor, work: Callable[[], T]) -> Callable[[], T]:
-    """Start `work`, which reads x, beside what is called next -> what gives its result, to be called before anything
-    that `work` reads may go.
+def beside(x: torch.Tensor, work: Callable[[], T]) -> tuple[T, Ready]:
+    """Let `work`, which reads x, run beside what is called next -> its result, and when that is there.
 
-    Where no graph is being captured on x's device `work` is done when this returns: streams cost the host more time
-    than they save.
+    The current stream must wait for that before x or the result go. Where no graph is captured on x's device `work` is
+    done first: streams cost the host more time than they save.
     """
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
-        made = work()
-        return lambda: made
-    here, there = torch.cuda.current_stream(x.device), _stream(x.device)
-    there.wait_stream(here)
-    with torch.cuda.stream(there):
-        made = work()
-
-    def joined() -> T:
-        # Memory of `there` is used again by work that waits for what follows here: nobody is in its way.
-        here.wait_stream(there)
-        return made
-
-    return joined
+        return work(), None
+    stream = _stream(x.device)
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        # Its memory is used again by the next such work only, which comes after what waits for this.
+        return work(), stream.record_event()
 
 
 @cache

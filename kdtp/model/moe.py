@@ -11,7 +11,7 @@ from kdtp import kernels
 from kdtp.config import ModelConfig
 from kdtp.kernels import Routing, cuda
 from kdtp.model.batch import Batch
-from kdtp.model.beside import beside
+from kdtp.model.beside import Ready, beside
 from kdtp.model.layers import Mlp
 
 
@@ -36,10 +36,10 @@ class Experts:
     w_down: torch.Tensor
 
     def __call__(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, add: torch.Tensor | None
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, add: torch.Tensor | None, ready: Ready
     ) -> torch.Tensor:
         """As kernels.moe."""
-        return kernels.moe(x, ids, weights, self.w_gate_up, self.w_down, add)
+        return kernels.moe(x, ids, weights, self.w_gate_up, self.w_down, add, ready)
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Int4Experts:
         return cls(*cuda.repack(*gate_up), *cuda.repack(*down))
 
     def __call__(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, add: torch.Tensor | None
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, add: torch.Tensor | None, ready: Ready
     ) -> torch.Tensor:
         """As kernels.moe."""
-        return cuda.moe_int4(x, ids, weights, self.w_gate_up, self.s_gate_up, self.w_down, self.s_down, add)
+        return cuda.moe_int4(x, ids, weights, self.w_gate_up, self.s_gate_up, self.w_down, self.s_down, add, ready)
 
 
 def router_matrix(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -87,10 +87,10 @@ class Moe:
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [M', H] -> this rank's partial sum [M', H]; no expert is read for padding."""
-        shared = None if self.shared is None else beside(x, partial(self.shared, x))
+        shared, ready = (None, None) if self.shared is None else beside(x, partial(self.shared, x))
         logits = self._logits(x)[: len(batch.rows)]
         ids, weights = kernels.router(logits, self.bias, self.routing, batch.rows if batch.padded else None)
-        return self.experts(x, ids, weights, None if shared is None else shared())
+        return self.experts(x, ids, weights, shared, ready)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         if self.w_router.dtype == torch.float32:
