@@ -14,7 +14,7 @@ from kdtp.drafting import Draft, Drafts, Keep
 from kdtp.types import NO_TOKEN, Count, Logprob, Move, Rule, SamplingParams, SeqRows, Token
 from kdtp.watch import Round, Watch
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Pid: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]

@@ -7,18 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
 from kdtp.drafting import Draft, Drafts, Keep, Root, Rows
-from kdtp.engine.link import EngineFault, Link, LocalLink, ZmqLink
+from kdtp.engine.link import Arrived, EngineFault, Link, LocalLink, ZmqLink
 from kdtp.log import logger
 from kdtp.messages import Begin, Commit, Fault, Forward, FromWorker, Hello, Ids, Shutdown, ToWorker
 from kdtp.types import Move, SeqRows
 
 _FIRST_STEP = 60.0  # seconds
 Arrival = tuple[Link, FromWorker, bytes | None]
+Way = tuple[Link, Callable[[], Arrived | None]]
 A = TypeVar("A", Ids, Drafts)
 
 
@@ -37,13 +38,14 @@ class Fleet:
         self._step_timeout = step_timeout
         self._seconds_per_row: float | None = None
         self.on_long: Callable[[float], object] = lambda seconds: None  # before a step that may take so long
-        self._fault: EngineFault | None = None
         self.features = 0, 0  # process and descriptor of what the last forward has left, if it was to
         self._local = [link for link in links if isinstance(link, LocalLink)]
         self._remote = [link for link in links if isinstance(link, ZmqLink)]
         self._poller = zmq.Poller()
+        self._ways: dict[object, Way] = {}  # by what the poller calls it
         for link in self._remote:
-            self._poller.register(link.socket, zmq.POLLIN)
+            self._add(link.socket, link, link.greet)
+            self._add(link.listener.fileno(), link, link.accept)
 
     def forward(
         self, seqs: Sequence[SeqRows], begun: Sequence[Begin] = (), want_logits: bool = False
@@ -53,8 +55,6 @@ class Fleet:
         EngineFault when a rank dies, fails, stays silent past the deadline, chose other ids than rank 0 or made other
         collectives. Without sequences it asks for a sign of life.
         """
-        if self._fault is not None:
-            raise self._fault
         self.step += 1
         rows = sum(len(s.tokens) for s in seqs)
         timeout = self._timeout(rows)
@@ -84,22 +84,14 @@ class Fleet:
 
         A rank that cannot be told is a fault of the next step: what this one gave must still reach its clients.
         """
-        try:
-            self.send(Commit(self.epoch, self.step, tuple(moves), tuple(released)))
-        except EngineFault as fault:
-            self._fault = fault
+        self.send(Commit(self.epoch, self.step, tuple(moves), tuple(released)))
 
     def keep(self, kept: Sequence[Rows]) -> None:
         """Tell all ranks which of the last step's rows their network is to take in. As `commit`."""
-        try:
-            self.send(Keep(self.epoch, self.step, tuple(kept)))
-        except EngineFault as fault:
-            self._fault = fault
+        self.send(Keep(self.epoch, self.step, tuple(kept)))
 
     def draft(self, roots: Sequence[Root], shape: str = "") -> tuple[tuple[int, ...], bytes]:
         """Draft on all ranks: the shape of what rank 0 answers, and its frame, as in Drafts. EngineFault as forward."""
-        if self._fault is not None:
-            raise self._fault
         self.send(Draft(self.epoch, self.step, tuple(roots), shape))
         deadline = time.monotonic() + self._step_timeout
         drafts, frame = self._gather(Drafts, self.links[:1], deadline)[0]
@@ -164,8 +156,8 @@ class Fleet:
         """
         yielded = False
         while ready := self._ready(deadline):
-            for link in ready:
-                while (got := link.receive()) is not None:
+            for link, read in ready:
+                while (got := read()) is not None:
                     yielded = True
                     if isinstance(got[0], Fault):
                         raise EngineFault(self._cause(f"rank {link.rank} failed: {got[0].text}"))
@@ -173,22 +165,32 @@ class Fleet:
             if yielded or time.monotonic() >= deadline:
                 return
 
-    def _ready(self, deadline: float) -> list[Link]:
-        """Links with input, after waiting for one. What a process sent before it ended is read first."""
-        ready: list[Link] = [link for link in self._local if link.pending]
+    def _ready(self, deadline: float) -> Sequence[Way]:
+        """Where there is input, after waiting for some. What a process sent before it ended is read first."""
+        ready: list[Way] = [(link, link.receive) for link in self._local if link.pending]
         if not ready:
             self._watch()
             polled = dict(self._poller.poll(max(0, int((deadline - time.monotonic()) * 1000))))
-            ready += [link for link in self._remote if link.socket in polled]
+            ready = [self._ways[what] for what in polled if what in self._ways]
             if polled and not ready:
                 raise EngineFault(self._cause("a worker ended"))
         return ready
 
+    def _add(self, what: Any, link: Link, read: Callable[[], Arrived | None]) -> None:
+        self._ways[what] = link, read
+        self._poller.register(what, zmq.POLLIN)
+
     def _watch(self) -> None:
-        """Poll for the end of every process that has said hello."""
+        """Poll every lane that has not ended, and for the end of every process that has said hello."""
         for link in self._remote:
+            if link.ended:
+                raise EngineFault(self._cause(f"rank {link.rank} {link.ended}"))
             if link.pidfd is not None and link.pidfd not in self._poller:
                 self._poller.register(link.pidfd, zmq.POLLIN)
+            if link.lane is not None:
+                what = link.lane.fileno()
+                self._ways[what] = link, link.receive
+                self._poller.register(what, zmq.POLLIN | (zmq.POLLOUT if link.lane.writes else 0))
 
     def _cause(self, text: str) -> str:
         # When a rank dies its peers fail in their collective at once: wait a moment, and name the dead one first.

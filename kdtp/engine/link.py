@@ -1,7 +1,9 @@
-"""How the coordinator and its workers talk: one link per rank, in process (LocalLink) or over ZeroMQ (ZmqLink).
+"""How the coordinator and its workers talk: one link per rank, in process (LocalLink) or to another one (ZmqLink).
 
-Both carry the structs of kdtp.messages. A frame that cannot be read, comes from a stranger, or belongs to another epoch
-or step is dropped and counted; only a missing answer, a dead process or a Fault ends the engine (EngineFault).
+Both carry the structs of kdtp.messages. Two processes are introduced over ZeroMQ, by Hello and Welcome; what follows
+goes over a lane (engine.lane); the worker's end of it is engine.rankend. A frame that cannot be read, comes from a
+stranger, or belongs to another epoch or step is dropped and counted; only a missing answer, a dead process or a Fault
+ends the engine (EngineFault).
 """
 
 from __future__ import annotations
@@ -10,20 +12,23 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import zmq
 
-from kdtp.engine.rundir import endpoint
+from kdtp.drafting import Drafts
+from kdtp.engine import lane, rundir
+from kdtp.engine.lane import MAX_FRAME, Lane
 from kdtp.log import logger
-from kdtp.messages import FromWorker, Hello, Shutdown, ToWorker
+from kdtp.messages import Fault, FromWorker, Hello, Ids, Progress, Ready, Shutdown, ToWorker, Welcome
 
 MOST_AT_ONCE = 64  # frames taken from a socket before the next thing is done
-MAX_FRAME = 256 << 20  # bytes; logits of a wide forward are the largest
-_HIGH_WATER = 1000  # messages; the protocol never has more than two under way
-_LINGER_MS = 200  # for a last Shutdown to leave
-_FRAMES = (1, 2)  # a message, and perhaps one frame of raw bytes
+_HIGH_WATER = 1000  # messages; an introduction has two
+LINGER = 0.2  # seconds for what is said last to leave
+
+Arrived = tuple[FromWorker, bytes | None]
+M = TypeVar("M")
 
 
 class EngineFault(RuntimeError):
@@ -40,9 +45,9 @@ class Link(Protocol):
     answered: float
 
     def send(self, message: ToWorker) -> None:
-        """Hand `message` over; EngineFault if the rank is gone."""
+        """Hand `message` over."""
 
-    def receive(self) -> tuple[FromWorker, bytes | None] | None:
+    def receive(self) -> Arrived | None:
         """The next message that has arrived, or None."""
 
     def close(self) -> None:
@@ -77,7 +82,7 @@ class LocalLink:
         self.hello: Hello | None = None
         self.last_step, self.answered = 0, 0.0  # the last step that was answered, and when (time.monotonic())
         self.handle: Callable[[ToWorker], None] | None = None
-        self._inbox: deque[tuple[FromWorker, bytes | None]] = deque()
+        self._inbox: deque[Arrived] = deque()
 
     def emit(self, message: FromWorker, frame: bytes | None = None) -> None:
         """The worker's way back."""
@@ -92,7 +97,7 @@ class LocalLink:
         assert self.handle is not None, "a local link without its worker"
         self.handle(message)
 
-    def receive(self) -> tuple[FromWorker, bytes | None] | None:
+    def receive(self) -> Arrived | None:
         return self._inbox.popleft() if self._inbox else None
 
     def close(self) -> None:
@@ -100,7 +105,8 @@ class LocalLink:
 
 
 class ZmqLink:
-    """A worker in another process. The first valid Hello for this rank fixes its peer; others are strangers."""
+    """A worker in another process. The first valid Hello for this rank fixes its peer, whose process alone may open the
+    lane; others are strangers."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, rank: int) -> None:
         self.rank = rank
@@ -108,38 +114,82 @@ class ZmqLink:
         self.hello: Hello | None = None
         self.last_step, self.answered = 0, 0.0  # the last step that was answered, and when (time.monotonic())
         self.pidfd: int | None = None
+        self.lane: Lane | None = None
         self._peer: bytes | None = None
-        self._decoder = msgspec.msgpack.Decoder(FromWorker)
+        self._hello_decoder = msgspec.msgpack.Decoder(Hello | Fault)
+        self._decoder = msgspec.msgpack.Decoder(Progress | Ready | Ids | Drafts | Fault)
         self.socket = context.socket(zmq.ROUTER)
         tune(self.socket)
-        self.socket.bind(endpoint(folder, f"rank-{rank}"))
+        self.socket.bind(rundir.endpoint(folder, f"rank-{rank}"))
+        self.listener = lane.listen(rundir.lane(folder, rank))
+
+    @property
+    def ended(self) -> str:
+        """Why the rank will say nothing more; "" if it may."""
+        return self.lane.ended if self.lane else ""
 
     def send(self, message: ToWorker) -> None:
+        """EngineFault if the rank is gone before it has a lane, or has none for a step."""
+        frame = msgspec.msgpack.encode(message)
+        if self.lane is not None and not isinstance(message, Welcome):
+            self.lane.send(frame)
+        elif isinstance(message, Welcome | Shutdown):
+            self._introduce(frame)
+        else:
+            raise EngineFault(f"rank {self.rank} has opened no lane for a {type(message).__name__}")
+
+    def _introduce(self, frame: bytes) -> None:
         assert self._peer is not None, f"rank {self.rank} has not said hello"
         try:
-            self.socket.send_multipart([self._peer, msgspec.msgpack.encode(message)])
+            self.socket.send_multipart([self._peer, frame])
         except zmq.ZMQError as error:
             raise EngineFault(f"rank {self.rank} cannot be reached: {error}") from None
 
-    def receive(self) -> tuple[FromWorker, bytes | None] | None:
+    def receive(self) -> Arrived | None:
+        """From the lane."""
+        if self.lane is None:
+            return None
         for _ in range(MOST_AT_ONCE):  # a flood of frames to drop must not hold up the rest
+            found = self.lane.receive()
+            if found is None:
+                return None
+            message = self._read(self._decoder, found[0])
+            if message is not None:
+                return message, found[1]
+        return None
+
+    def greet(self) -> Arrived | None:
+        """From ZeroMQ: the rank's hello, or why it has no lane."""
+        for _ in range(MOST_AT_ONCE):
             try:
                 peer, *frames = self.socket.recv_multipart()
             except zmq.Again:
                 return None
-            message = self._read(peer, frames)
+            message = self._from(peer, frames)
             if message is not None:
-                return message, frames[1] if len(frames) > 1 else None
+                return message, None
         return None
 
-    def _read(self, peer: bytes, frames: list[bytes]) -> FromWorker | None:
-        if len(frames) not in _FRAMES:
+    def accept(self) -> None:
+        """Take the lane of the process that has said hello."""
+        for _ in range(MOST_AT_ONCE):
+            try:
+                connected, _ = self.listener.accept()
+            except BlockingIOError:
+                return
+            pid = lane.peer(connected)
+            if self.lane is None and self.hello is not None and pid == self.hello.pid:
+                self.lane = Lane(connected)
+            else:
+                connected.close()
+                self._drop("stranger", f"a lane of process {pid}")
+
+    def _from(self, peer: bytes, frames: list[bytes]) -> FromWorker | None:
+        if len(frames) != 1:
             self._drop("malformed", f"{len(frames)} frames")
             return None
-        try:
-            message = self._decoder.decode(frames[0])
-        except (msgspec.DecodeError, RecursionError) as error:  # too deeply nested is the latter
-            self._drop("malformed", " ".join(str(error).split()))
+        message = self._read(self._hello_decoder, frames[0])
+        if message is None:
             return None
         if isinstance(message, Hello) and self._peer is None and message.rank == self.rank:
             self._adopt(peer, message)
@@ -149,6 +199,13 @@ class ZmqLink:
         if isinstance(message, Hello) and self._peer is not None:
             self._refuse(peer, f"rank {self.rank} is already attached")
         return None
+
+    def _read(self, decoder: msgspec.msgpack.Decoder[M], frame: bytes) -> M | None:
+        try:
+            return decoder.decode(frame)
+        except (msgspec.DecodeError, RecursionError) as error:  # too deeply nested is the latter
+            self._drop("malformed", " ".join(str(error).split()))
+            return None
 
     def _adopt(self, peer: bytes, hello: Hello) -> None:
         try:
@@ -171,7 +228,10 @@ class ZmqLink:
             logger.info("rank %d: the refused peer is gone", self.rank)
 
     def close(self) -> None:
-        self.socket.close(_LINGER_MS)
+        self.listener.close()
+        if self.lane is not None:
+            self.lane.close(LINGER)
+        self.socket.close(int(1000 * LINGER))
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None

@@ -13,9 +13,10 @@ from pathlib import Path
 SETTINGS = "engine.json"  # of the engine, where the Python API started it
 SCRATCH = "scratch"  # for the launcher
 _LOCK = "lock"
+_MADE = ("rpc.ipc", "rank-*.ipc", "rank-*.lane", SETTINGS, _LOCK)
 _PREFIX = "kdtp-"
 _MAX_SOCKET_PATH = 107  # sun_path of Linux, without the closing zero
-_LONGEST_NAME = "rank-0000.ipc"
+_LONGEST_NAME = "rank-0000.lane"
 
 
 def create() -> Path:
@@ -63,9 +64,14 @@ def endpoint(path: Path, name: str) -> str:
     return f"ipc://{path / name}.ipc"
 
 
+def lane(path: Path, rank: int) -> Path:
+    """Where the coordinator listens for that rank's lane."""
+    return path / f"rank-{rank}.lane"
+
+
 def clean(path: Path) -> None:
     """Delete what an engine made in the folder, and nothing else."""
-    for made in (*path.glob("rpc.ipc"), *path.glob("rank-*.ipc"), path / SETTINGS, path / _LOCK):
+    for made in (found for pattern in _MADE for found in path.glob(pattern)):
         made.unlink(missing_ok=True)
     shutil.rmtree(path / SCRATCH, ignore_errors=True)
 

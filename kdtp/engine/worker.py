@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
-import zmq
 
 from kdtp import log
 from kdtp.config import EngineConfig, build, digest
@@ -23,7 +19,7 @@ from kdtp.drafting import Draft, Drafts, Keep
 from kdtp.engine import devices, features, guard, rundir
 from kdtp.engine.choose import Chooser
 from kdtp.engine.features import Shared
-from kdtp.engine.link import tune
+from kdtp.engine.rankend import WELCOME_TIMEOUT, RankEnd
 from kdtp.log import logger
 from kdtp.messages import (
     PROTOCOL_VERSION,
@@ -48,9 +44,6 @@ from kdtp.version import __version__
 if TYPE_CHECKING:
     from kdtp.draft.dflash.part import Part  # loaded if there is a network
 
-WELCOME_TIMEOUT = 60.0  # seconds between hello and welcome
-_LAST_PAUSE = 1.0  # seconds to stay after the coordinator has ended: the launcher asks all ranks for their stacks
-
 Emit = Callable[[FromWorker, bytes | None], None]
 
 
@@ -64,7 +57,6 @@ class Worker:
     def __init__(self, rank: int, size: int, emit: Emit, connect: Callable[[str, float], Comm]) -> None:
         self.rank = rank
         self.size = size
-        self.coordinator_pid = 0
         self.ended = False
         self.dropped = 0
         self._emit = emit
@@ -127,7 +119,6 @@ class Worker:
     def _load(self, welcome: Welcome) -> None:
         config = build(EngineConfig, welcome.config, "welcome")
         self._epoch = welcome.epoch
-        self.coordinator_pid = welcome.coordinator_pid
         torch.set_num_threads(config.threads or 1)
         device = devices.device(config.device, self.rank)
         # The coordinator's deadline must pass first, so that it names the rank that hangs.
@@ -194,61 +185,17 @@ class Worker:
         self.ended = True
 
 
-class Socket:
-    """The worker's end of a ZmqLink."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        tune(self._socket)
-        self._socket.setsockopt(zmq.IDENTITY, f"rank-{rank}-{secrets.token_hex(8)}".encode())
-        self._socket.setsockopt(zmq.SNDTIMEO, int(WELCOME_TIMEOUT * 1000))
-        self._socket.connect(rundir.endpoint(folder, f"rank-{rank}"))
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._decoder = msgspec.msgpack.Decoder(ToWorker)
-        self._coordinator: int | None = None
-
-    def emit(self, message: FromWorker, frame: bytes | None) -> None:
-        """Send to the coordinator."""
-        parts = [msgspec.msgpack.encode(message)] + ([] if frame is None else [frame])
-        self._socket.send_multipart(parts)
-
-    def watch(self, coordinator_pid: int) -> None:
-        """From now on `receive` ends when that process does."""
-        if self._coordinator is None:
-            self._coordinator = os.pidfd_open(coordinator_pid)
-            self._poller.register(self._coordinator, zmq.POLLIN)
-
-    def receive(self, timeout: float | None) -> ToWorker | None:
-        """The next readable message; None after `timeout` seconds, EOFError when the coordinator has ended."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
-            ready = dict(self._poller.poll(left))
-            if self._socket in ready:
-                try:
-                    return self._decoder.decode(self._socket.recv())
-                except (msgspec.DecodeError, RecursionError) as error:
-                    logger.warning("dropped a malformed frame: %s", error)
-            elif self._coordinator in ready:
-                time.sleep(_LAST_PAUSE)
-                raise EOFError("the coordinator ended")
-            elif not ready:
-                return None
-
-
-def serve(worker: Worker, socket: Socket) -> None:
+def serve(worker: Worker, end: RankEnd) -> None:
     """Carry out messages until the coordinator says Shutdown or ends."""
     worker.hello()
-    message = socket.receive(WELCOME_TIMEOUT)
+    message = end.receive(WELCOME_TIMEOUT)
     if message is None:
         raise Refused(f"no welcome from the coordinator within {WELCOME_TIMEOUT:.0f} s")
-    while not worker.ended:
-        if message is not None:
-            worker.handle(message)
-        socket.watch(worker.coordinator_pid)
-        message = None if worker.ended else socket.receive(None)
+    if isinstance(message, Welcome):
+        end.join(message.coordinator_pid)
+    while message is not None:
+        worker.handle(message)
+        message = None if worker.ended else end.receive(None)
 
 
 def _environment(name: str) -> int:
@@ -260,20 +207,20 @@ def _environment(name: str) -> int:
 
 def run(folder: Path, rank: int, size: int) -> int:
     """One rank from hello to its end; the exit code for its process."""
-    socket = Socket(folder, rank)
-    worker = Worker(rank, size, socket.emit, lambda device, timeout: comms.connect(device, rank, size, timeout))
+    end = RankEnd(folder, rank)
+    worker = Worker(rank, size, end.emit, lambda device, timeout: comms.connect(device, rank, size, timeout))
     try:
-        serve(worker, socket)
+        serve(worker, end)
     except (EOFError, Refused) as error:
         logger.error("%s", error)
         code = 1
     except Exception as error:
         logger.exception("rank %d cannot go on", rank)
-        socket.emit(worker.fault(error), None)
-        time.sleep(0.2)  # LINGER is 0: let the fault leave before the process does
+        end.emit(worker.fault(error), None)
         code = 1
     else:
         code = 0
+    end.close()
     return code
 
 

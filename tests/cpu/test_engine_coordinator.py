@@ -17,7 +17,7 @@ from kdtp.engine.link import EngineFault, LocalLink
 from kdtp.engine.request import Request
 from kdtp.engine.scheduler import QueueFull
 from kdtp.engine.watched import scores
-from kdtp.messages import Commit, Failed, Finished, Ids, Tokens
+from kdtp.messages import Failed, Finished, Ids, Tokens
 from kdtp.proposals import Grown
 from kdtp.types import ROOT, SamplingParams, SeqRows, Tree
 from kdtp.watch import Round
@@ -336,25 +336,6 @@ def test_a_silent_rank_is_named_at_the_deadline():
     coordinator.submit(Request(1, (1,), SamplingParams()))
     with pytest.raises(EngineFault, match=r"step 1 not answered in time by rank 1 .*last answered step 0"):
         coordinator.step()
-
-
-def test_a_rank_lost_at_commit_costs_no_event():
-    coordinator, workers = engine()
-    for i in (1, 2):
-        coordinator.submit(Request(i, (i,), SamplingParams(max_tokens=i)))
-    handle = workers[0].link.handle
-
-    def refuse_commits(message):
-        if isinstance(message, Commit):
-            raise EngineFault("rank 0 cannot be reached")
-        handle(message)
-
-    workers[0].link.handle = refuse_commits
-    messages = [event.message for event in coordinator.step()]
-    assert [m for m in messages if isinstance(m, Finished)] == [m for m in messages if m.request == 1][1:]
-    with pytest.raises(EngineFault, match="rank 0 cannot be reached"):
-        coordinator.step()
-    assert [event.message.request for event in coordinator.fail_all("engine", "gone")] == [2]
 
 
 def test_nan_logits_fail_their_own_request_only():

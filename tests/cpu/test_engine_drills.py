@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -14,6 +16,7 @@ import pytest
 import zmq
 
 from kdtp.config import EngineConfig
+from kdtp.engine import rundir
 from kdtp.engine.plan import plan
 from kdtp.engine.rpc import Client, EngineDead
 from kdtp.messages import Failed, Finished, Submit, Tokens
@@ -221,19 +224,23 @@ def test_hostile_frames_are_counted_and_harmless(tmp_path):
         request = engine.client.submit((1, 2, 3), SamplingParams(max_tokens=200, ignore_eos=True))
         wire = [b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 5000, b"x" * (17 << 20)]
         wire.append(msgspec.msgpack.encode({"type": "Submit", "request": 1, "prompt": [], "params": {}}))
-        wire.append(msgspec.msgpack.encode({"type": "Ids", "epoch": 1, "step": 1, "rank": 0, "ids": [1]}))
+        wire.append(msgspec.msgpack.encode({"type": "Fault", "epoch": 1, "step": 1, "rank": 0, "text": "I am rank 0"}))
         for name in ("rpc", "rank-0", "rank-1"):
-            socket = context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 500)
-            socket.connect(f"ipc://{folder}/{name}.ipc")
+            dealer = context.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.LINGER, 500)
+            dealer.connect(f"ipc://{folder}/{name}.ipc")
             for frame in wire:
-                socket.send(frame)
-            socket.close()
+                dealer.send(frame)
+            dealer.close()
+        for rank in (0, 1):
+            with socket.socket(socket.AF_UNIX) as lane:
+                lane.connect(str(rundir.lane(Path(folder), rank)))
+                lane.sendall(b"".join(wire[:4]))
         tokens, end = collect(engine.client, request)
         assert isinstance(end, Finished) and len(tokens) == 200
         until(lambda: engine.status().counters.get("malformed_rpc", 0) >= 5, 5)
         counters = engine.status().counters
-        assert counters["malformed"] >= 6 and counters["stranger"] == 2, counters
+        assert counters["malformed"] >= 6 and counters["stranger"] == 4, counters
 
 
 def test_clients_share_an_engine(tmp_path):
@@ -284,10 +291,6 @@ def test_listening_sockets_are_on_loopback(tmp_path):
 
 
 def test_workers_under_torchrun(tmp_path):
-    from kdtp.config import EngineConfig
-    from kdtp.engine import rundir
-    from kdtp.engine.plan import plan
-
     folder = rundir.create()
     config = plan(EngineConfig(str(TINY), tp=2, threads=1)).config
     settings = msgspec.json.encode(config.mapping()).decode()

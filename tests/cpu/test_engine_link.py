@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import zmq
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from kdtp.config import EngineConfig
-from kdtp.engine import rundir
+from kdtp.engine import lane, rankend, rundir
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
 from kdtp.engine.host import Host
 from kdtp.engine.link import EngineFault, ZmqLink
 from kdtp.engine.plan import plan
+from kdtp.engine.rankend import RankEnd
 from kdtp.engine.rpc import Client, EngineDead, Server
 from kdtp.messages import (
     PROTOCOL_VERSION,
+    Begin,
+    Commit,
     Failed,
+    Fault,
     Finished,
+    Forward,
     Hello,
     Ids,
     Progress,
@@ -35,11 +46,12 @@ from kdtp.messages import (
     StatusQuery,
     Submit,
     Tokens,
+    ToWorker,
     Usage,
     Welcome,
 )
 from kdtp.server.metrics import Metrics
-from kdtp.types import Grammar, SamplingParams
+from kdtp.types import Grammar, Rule, SamplingParams
 from kdtp.version import __version__
 from kdtp.watch import Round
 from tests.paths import TINY
@@ -62,20 +74,35 @@ def context():
 
 
 class Peer:
-    """A hand-driven worker."""
+    """A hand-driven worker: it speaks over ZeroMQ until it joins, then over its lane."""
 
     def __init__(self, context, folder, rank=0, identity=b"peer"):
+        self.lane = None
+        self.path = rundir.lane(folder, rank)
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, identity)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(rundir.endpoint(folder, f"rank-{rank}"))
 
+    def join(self):
+        welcome = self.hear(Welcome)
+        self.lane = lane.connect(self.path)
+        return welcome
+
     def say(self, *frames):
-        self.socket.send_multipart([f if isinstance(f, bytes) else msgspec.msgpack.encode(f) for f in frames])
+        frames = [f if isinstance(f, bytes) else msgspec.msgpack.encode(f) for f in frames]
+        if self.lane is None:
+            self.socket.send_multipart(frames)
+        else:
+            self.lane.send(*frames)
 
     def hear(self, kind):
-        assert self.socket.poll(5000), "nothing came"
-        return msgspec.msgpack.decode(self.socket.recv(), type=kind)
+        if self.lane is None:
+            assert self.socket.poll(5000), "nothing came"
+            return msgspec.msgpack.decode(self.socket.recv(), type=kind)
+        got = []
+        until(lambda: got.append(self.lane.receive()) or got[-1])
+        return msgspec.msgpack.decode(got[-1][0], type=kind)
 
 
 def hello(rank=0, **changes):
@@ -98,7 +125,7 @@ def ready_fleet(context, folder, **settings):
     peer = Peer(context, folder)
     peer.say(hello())
     assert not handshake.advance(2.0)
-    welcome = peer.hear(Welcome)
+    welcome = peer.join()
     peer.say(Progress(EPOCH, 0, 5, 10))
     peer.say(Ready(EPOCH, 0, welcome.config_hash, "model"))
     until(lambda: handshake.advance(0.1))
@@ -112,28 +139,172 @@ def answer(peer, *messages):
         peer.say(*(message if isinstance(message, tuple) else (message,)))
 
 
+def hear_out(fleet, count):
+    """Let the fleet read until it has dropped so many frames."""
+    until(lambda: list(fleet.arrivals(time.monotonic() + 0.02)) or fleet.dropped().total() >= count)
+
+
 def test_a_step_survives_garbage_strangers_and_stale_frames(context, folder):
-    fleet, link, peer = ready_fleet(context, folder)
+    fleet, _, peer = ready_fleet(context, folder)
     stranger = Peer(context, folder, identity=b"stranger")
     for frames in ([b"\xc1garbage"], [b""], [b"a", b"b", b"c"], [Ids(EPOCH, 1, 0, ())], [hello()]):
         stranger.say(*frames)
-    until(lambda: link.socket.poll(1000))
-    stale = [Ids(EPOCH + 1, 1, 0, ()), Ids(EPOCH, 0, 0, ()), Ids(EPOCH, 2, 0, ()), Ids(EPOCH, 1, 1, ()), hello()]
-    garbage = [(b"\xc1",), (b"x", b"y", b"z"), (msgspec.msgpack.encode({"type": "Ids", "epoch": -1}),)]
+    again = lane.connect(peer.path)  # of the right process, but it has one
+    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.sendall(bytes(99))"
+    subprocess.run([sys.executable, "-c", code, str(peer.path)], check=True, timeout=20)
+    hear_out(fleet, 7)
+    assert stranger.hear(Shutdown).reason == "rank 0 is already attached"
+    until(lambda: again.receive() or again.ended)
+    stale = [Ids(EPOCH + 1, 1, 0, ()), Ids(EPOCH, 0, 0, ()), Ids(EPOCH, 2, 0, ()), Ids(EPOCH, 1, 1, ())]
+    garbage = [(b"\xc1",), (b"",), (b"x", b"y"), (msgspec.msgpack.encode({"type": "Ids", "epoch": -1}),), (hello(),)]
     answer(peer, *garbage, *stale, Ids(EPOCH, 1, 0, ()))
     assert fleet.forward([])[0].ids == ()
-    assert stranger.hear(Shutdown).reason == "rank 0 is already attached"
     dropped = fleet.dropped()
-    assert dropped["malformed"] == 6 and dropped["stranger"] == 2 and dropped["stale"] == len(stale), dropped
+    assert dropped["malformed"] == 4 + 5 and dropped["stranger"] == 3 and dropped["stale"] == len(stale), dropped
 
 
-def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(context, folder):
+def test_an_oversized_frame_of_a_stranger_disturbs_nobody(context, folder):
     fleet, link, peer = ready_fleet(context, folder)
     link.socket.setsockopt(zmq.MAXMSGSIZE, 1000)  # for connections made from here on
     stranger = Peer(context, folder, identity=b"stranger")
     stranger.say(b"x" * 100_000)
     answer(peer, Ids(EPOCH, 1, 0, ()))
     assert fleet.forward([])[0].ids == ()
+
+
+def test_an_oversized_frame_of_a_rank_is_its_end_behind_what_it_said(context, folder):
+    fleet, _, peer = ready_fleet(context, folder)
+    answer(peer, Ids(EPOCH, 1, 0, ()))
+    peer.lane._socket.send(lane.HEADER.pack(3, lane.MAX_FRAME + 1) + b"abc")
+    assert fleet.forward([])[0].ids == ()
+    with pytest.raises(EngineFault, match=f"rank 0 sent a message of 3 bytes with {lane.MAX_FRAME + 1}: must be"):
+        fleet.forward([])
+
+
+def test_what_a_rank_said_before_its_end_is_read(context, folder):
+    fleet, _, peer = ready_fleet(context, folder)
+    answer(peer, Ids(EPOCH, 1, 0, ()))
+    peer.lane.close()
+    assert fleet.forward([])[0].ids == ()
+    fleet.commit([], [1])
+    with pytest.raises(EngineFault, match="rank 0 closed its lane"):
+        fleet.forward([])
+
+
+def test_a_fault_is_told_though_the_rank_is_gone(context, folder):
+    fleet, _, peer = ready_fleet(context, folder)
+    answer(peer, Fault(EPOCH, 1, 0, "out of memory"))
+    peer.lane.close()
+    with pytest.raises(EngineFault, match="rank 0 failed: out of memory"):
+        fleet.forward([])
+
+
+def test_a_rank_without_a_lane_is_named(context, folder):
+    fleet = Fleet([ZmqLink(context, folder, 0)], EPOCH, 1.0)
+    with pytest.raises(EngineFault, match="rank 0 has opened no lane for a Forward"):
+        fleet.forward([])
+    with pytest.raises(RuntimeError, match=r"no lane to the coordinator: .*rank-1.lane: No such file"):
+        lane.connect(rundir.lane(folder, 1))
+
+
+LONG = Begin(0, 1 << 18, Rule(), prompt=tuple(range(1 << 18)))  # 1.2 MB, more than a socket's buffers hold
+
+
+def test_a_rank_that_reads_nothing_is_a_fault_at_the_deadline(context, folder):
+    fleet, link, _peer = ready_fleet(context, folder, step_timeout=0.2)
+    with pytest.raises(EngineFault, match="step 1 not answered in time by rank 0"):
+        fleet.forward([], [LONG])
+    assert link.lane.writes
+    started = time.monotonic()
+    fleet.dismiss("the end")
+    fleet.close()
+    assert time.monotonic() - started < 1.0
+
+
+def test_messages_larger_than_a_sockets_buffers_go_both_ways(context, folder):
+    fleet, _, peer = ready_fleet(context, folder)
+    frame = os.urandom(3 << 20)
+
+    def work():
+        assert peer.hear(Forward).begun == (LONG,)
+        peer.say(Ids(EPOCH, 1, 0, ()), frame)
+        until(lambda: peer.lane.receive() or not peer.lane.writes)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    assert fleet.forward([], [LONG])[1] == frame
+    worker.join()
+    assert not fleet.dropped()
+
+
+def test_the_end_comes_behind_the_steps(context, folder):
+    fleet, _, peer = ready_fleet(context, folder)
+    fleet.commit([], [1])
+    fleet.dismiss("the end")
+    fleet.close()
+    assert [type(peer.hear(ToWorker)) for _ in range(2)] == [Commit, Shutdown]
+    assert peer.lane.receive() is None and peer.lane.ended
+
+
+def test_a_rank_is_told_to_end_before_it_hears_that_the_coordinator_has(context, folder, monkeypatch):
+    monkeypatch.setattr(rankend, "_LAST_PAUSE", 0.0)
+    fleet = Fleet([ZmqLink(context, folder, 0)], EPOCH, 5.0)
+    handshake = Handshake(fleet, EngineConfig("fake"), os.getpid())
+    end = RankEnd(folder, 0)
+    end.emit(hello(), None)
+    assert not handshake.advance(5.0)
+    welcome = end.receive(5.0)
+    assert isinstance(welcome, Welcome) and end.receive(0.01) is None
+    end.join(welcome.coordinator_pid)
+    end.emit(Ready(EPOCH, 0, welcome.config_hash, "model"), None)
+    until(lambda: handshake.advance(0.1))
+    fleet.links[0].lane.send(b"\xc1")
+    fleet.commit([], [2])
+    fleet.dismiss("the end")
+    fleet.close()
+    assert [end.receive(5.0) for _ in range(2)] == [Commit(EPOCH, 0, (), (2,)), Shutdown("the end")]
+    with pytest.raises(EOFError, match="the coordinator ended"):
+        end.receive(5.0)
+    end.close()
+
+
+messages = st.lists(st.tuples(st.binary(max_size=40), st.none() | st.binary(min_size=1, max_size=40)), max_size=6)
+
+
+@given(messages, st.lists(st.integers(1, 50), max_size=20))
+def test_a_stream_cut_anywhere_gives_the_messages(told, cuts):
+    near, far = socket.socketpair()
+    end = lane.Lane(far)
+    stream = b"".join(lane.HEADER.pack(len(m), len(f or b"")) + m + (f or b"") for m, f in told)
+    ends = [*accumulate(cuts), len(stream)]
+    heard = []
+    for start, stop in pairwise([0, *ends]):
+        near.send(stream[start:stop])
+        while (found := end.receive()) is not None:
+            heard.append(found)
+    assert heard == told and not end.ended
+    near.close()
+    assert end.receive() is None and end.ended
+    end.close()
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=5))
+@hypothesis_settings(deadline=None, max_examples=20)
+def test_what_does_not_fit_into_the_sockets_buffer_is_kept(sizes):
+    near, far = socket.socketpair()
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender, receiver = lane.Lane(near), lane.Lane(far)
+    told = [(bytes([i]) * size, bytes([i]) * (size // 2) or None) for i, size in enumerate(sizes)]
+    for message in told:
+        sender.send(*message)
+    heard = []
+    while sender.writes or len(heard) < len(told):  # each turn moves some of it
+        if (found := receiver.receive()) is not None:
+            heard.append(found)
+        assert sender.receive() is None
+    assert heard == told
+    sender.close()
+    receiver.close()
 
 
 def test_silence_is_a_fault_at_the_deadline(context, folder):
@@ -187,7 +358,7 @@ def test_a_rank_with_another_model_is_refused(context, folder):
         peer.say(hello(rank, world_size=2))
     until(lambda: not handshake.advance(0.05) and all(link.hello for link in links))
     for rank, peer in enumerate(peers):
-        peer.say(Ready(EPOCH, rank, peer.hear(Welcome).config_hash, f"model{rank}"))
+        peer.say(Ready(EPOCH, rank, peer.join().config_hash, f"model{rank}"))
     with pytest.raises(EngineFault, match="model hash"):
         until(lambda: handshake.advance(0.1))
 
@@ -451,7 +622,8 @@ def test_an_engine_that_breaks_says_what_it_has_counted(folder):
     with hosted(folder, ping_interval=0.05) as (host, client):
         until(lambda: client.status().step_ages, 20)
         assert 0 <= client.latest.step_ages[0] < 5 and client.latest.counters["desync_failures"] == 0
-        host._fleet.desync_failures, host._fleet._fault = 1, EngineFault("ranks parted")
+        host._fleet.desync_failures = 1
+        host._fleet.forward = Mock(side_effect=EngineFault("ranks parted"))  # a ping comes
         until(lambda: client.poll((), 0.1) or client.latest.counters["desync_failures"])
         metrics = Metrics()
         for _ in range(2):
@@ -488,7 +660,7 @@ def test_folders_of_killed_engines_are_swept_and_no_others(monkeypatch, tmp_path
     dead, held, young, used = (rundir.create() for _ in range(4))
     foreign = tmp_path / "kdtp-notes"  # not of our making, whatever its name
     foreign.mkdir()
-    for name in ("rpc.ipc", "rank-0.ipc", "engine.json"):
+    for name in ("rpc.ipc", "rank-0.ipc", "rank-0.lane", "engine.json"):
         (dead / name).touch()
     (used / "thesis.txt").touch()
     lock = rundir.lock(held)
@@ -503,6 +675,7 @@ def test_folders_of_killed_engines_are_swept_and_no_others(monkeypatch, tmp_path
 def test_a_folder_of_the_user_keeps_what_is_his(tmp_path):
     (tmp_path / "thesis.txt").touch()
     (tmp_path / "rpc.ipc").touch()
+    (tmp_path / "rank-3.lane").touch()
     (tmp_path / "scratch").mkdir()
     os.close(rundir.lock(tmp_path))
     rundir.clean(tmp_path)
