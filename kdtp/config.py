@@ -15,6 +15,7 @@ from kdtp.types import MOST_THREADS, PAGE_ROWS
 from kdtp.values import ConfigError, Range, build, check_ranges, digest, want, want_in
 
 __all__ = [  # what comes from kdtp.values, and what is made here
+    "BUSY_WAITS",
     "DEVICES",
     "DRAFTERS",
     "DTYPES",
@@ -211,6 +212,7 @@ PLACEMENTS = ("auto", "workers", "coordinator")
 TREES = ("auto", "device", "host")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
+BUSY_WAITS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,8 @@ class EngineConfig:
     kv_tokens: rows of KV cache per rank, rounded up to whole pages; 0 takes 8 sequences of the model's longest
     context, at most 65536. max_batch: sequences per forward. prefill_chunk: rows of prompts per forward, of all
     sequences. graphs: on a GPU, forwards of few rows are replays of CUDA graphs, of the same bits; no effect on a CPU.
+    busy_wait: processes that wait for each other's steps poll for some milliseconds before they sleep; "auto": on GPUs,
+    if there are two cores for each process.
     prefix_cache: requests whose texts begin alike share the pages of what is alike; no text changes. max_queue,
     max_queue_tokens: requests and their tokens waiting before new ones are refused; at least 1, as each waits for the
     next step; one alone may be longer. tokenizer: folder of its files, for grammars; "": where the model is. Seconds:
@@ -238,6 +242,7 @@ class EngineConfig:
     max_batch: Annotated[int, Range(1, 1024)] = 8
     prefill_chunk: Annotated[int, Range(1, 1 << 16)] = 256
     graphs: bool = True
+    busy_wait: str = "auto"
     prefix_cache: bool = True
     max_queue: Annotated[int, Range(1, 1 << 20)] = 256
     max_queue_tokens: Annotated[int, Range(1, 1 << 40)] = 1 << 22
@@ -249,9 +254,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         want(bool(self.model) and "\0" not in self.model, "model", self.model, "a path")
-        for key, legal in (("device", DEVICES), ("dtype", DTYPES)):
+        for key, legal in (("device", DEVICES), ("dtype", DTYPES), ("busy_wait", BUSY_WAITS)):
             want(getattr(self, key) in legal, key, getattr(self, key), f"one of {', '.join(legal)}")
         check_ranges(self)
+        alone = self.busy_wait == "on" and self.tp == 1
+        want(not alone, "busy_wait", self.busy_wait, "auto or off with one rank, which waits for nobody")
 
     def pages(self, model: ModelConfig) -> int:
         """KV pages per rank."""

@@ -58,7 +58,7 @@ class Harness:
         self.folder = rundir.create()
         self.launcher: subprocess.Popen[bytes] | None = None
         self.links: list[Link] = [local_link()] if tp == 1 else self._spawn(tp, worker)
-        self.fleet = Fleet(self.links, 1, self.config.step_timeout)
+        self.fleet = Fleet(self.links, 1, self.config.step_timeout, busy=self.config.busy_wait == "on")
         handshake = Handshake(self.fleet, self.config, os.getpid())
         while not handshake.advance(0.5):
             assert self.launcher is None or self.launcher.poll() is None, "the ranks ended while loading"

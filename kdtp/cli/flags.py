@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kdtp.config import DEVICES, DRAFTERS, DTYPES, ConfigError, DrafterConfig, EngineConfig, build
+from kdtp.config import BUSY_WAITS, DEVICES, DRAFTERS, DTYPES, ConfigError, DrafterConfig, EngineConfig, build
 from kdtp.types import Grammar, SamplingParams
 
 _ENGINE = {
@@ -24,6 +24,7 @@ _ENGINE = {
     "max_batch": "sequences per forward",
     "prefill_chunk": "prompt tokens per forward, of all sequences",
     "graphs": "on a GPU, run decoding and verification as CUDA graphs; a CPU has none",
+    "busy_wait": f"one of {', '.join(BUSY_WAITS)}: processes of ranks poll before they sleep (auto: GPUs, many cores)",
     "prefix_cache": "requests whose texts begin alike share KV pages",
     "max_queue": "requests that may wait (at least 1: each waits for the next step)",
     "max_queue_tokens": "tokens of requests that may wait, unless it is one alone",

@@ -44,7 +44,7 @@ def assemble(plan: Plan, links: Sequence[Link], serves: bool = False) -> tuple[C
     serves: for many requests, so what the first of a kind would wait for is made ready while the model is loaded.
     """
     config, golden = plan.config, plan.golden
-    fleet = Fleet(links, epoch=secrets.randbits(52), step_timeout=config.step_timeout)
+    fleet = Fleet(links, epoch=secrets.randbits(52), step_timeout=config.step_timeout, busy=config.busy_wait == "on")
     known = {golden.prompt: golden.tokens} if golden else {}
     on_gpu = config.device == "cuda"
     drafter = draft.make(config.drafter, known, plan.model.vocab_size, placed(config, fleet), on_gpu)

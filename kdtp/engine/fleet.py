@@ -18,6 +18,7 @@ from kdtp.messages import Begin, Commit, Fault, Forward, FromWorker, Hello, Ids,
 from kdtp.types import Move, SeqRows
 
 _FIRST_STEP = 60.0  # seconds
+_BUSY = 0.05  # seconds; a step usually takes less
 Arrival = tuple[Link, FromWorker, bytes | None]
 Way = tuple[Link, Callable[[], Arrived | None]]
 A = TypeVar("A", Ids, Drafts)
@@ -26,10 +27,11 @@ A = TypeVar("A", Ids, Drafts)
 class Fleet:
     """All links of one engine, in rank order, and the numbered steps that go over them.
 
-    `step` and `epoch` stand in every message: an answer that carries others is dropped and counted.
+    `step` and `epoch` stand in every message: an answer that carries others is dropped and counted. busy: poll for
+    answers for a while before sleeping.
     """
 
-    def __init__(self, links: Sequence[Link], epoch: int, step_timeout: float) -> None:
+    def __init__(self, links: Sequence[Link], epoch: int, step_timeout: float, busy: bool = False) -> None:
         assert [link.rank for link in links] == list(range(len(links))), "links out of rank order"
         self.links = links
         self.epoch = epoch
@@ -41,6 +43,8 @@ class Fleet:
         self.features = 0, 0  # process and descriptor of what the last forward has left, if it was to
         self._local = [link for link in links if isinstance(link, LocalLink)]
         self._remote = [link for link in links if isinstance(link, ZmqLink)]
+        self._busy = _BUSY if busy and self._remote else 0.0
+        self._lanes: list[Way] = [(link, link.receive) for link in self._remote]
         self._poller = zmq.Poller()
         self._ways: dict[object, Way] = {}  # by what the poller calls it
         for link in self._remote:
@@ -111,9 +115,10 @@ class Fleet:
     def _gather(self, kind: type[A], links: Sequence[Link], deadline: float) -> dict[int, tuple[A, bytes | None]]:
         """The answer of each of these ranks to this step."""
         answers: dict[int, tuple[A, bytes | None]] = {}
+        busy_until = time.monotonic() + self._busy
         while len(answers) < len(links):
             arrived = False
-            for link, message, frame in self.arrivals(deadline):
+            for link, message, frame in self.arrivals(deadline, busy_until):
                 arrived = True
                 if isinstance(message, kind) and self._fits(message, link) and link.rank not in answers:
                     answers[link.rank] = (message, frame)
@@ -149,13 +154,14 @@ class Fleet:
         for link in order:
             link.send(message)
 
-    def arrivals(self, deadline: float) -> Iterator[Arrival]:
-        """What has arrived, after waiting for at least one message until `deadline` (time.monotonic()).
+    def arrivals(self, deadline: float, busy_until: float = 0.0) -> Iterator[Arrival]:
+        """What has arrived, after waiting for at least one message until `deadline` (time.monotonic()), until
+        `busy_until` without sleeping.
 
         Raises EngineFault when a process has ended or a rank reports a Fault. Yields nothing after the deadline.
         """
         yielded = False
-        while ready := self._ready(deadline):
+        while ready := self._ready(deadline, busy_until):
             for link, read in ready:
                 while (got := read()) is not None:
                     yielded = True
@@ -165,15 +171,21 @@ class Fleet:
             if yielded or time.monotonic() >= deadline:
                 return
 
-    def _ready(self, deadline: float) -> Sequence[Way]:
+    def _ready(self, deadline: float, busy_until: float) -> Sequence[Way]:
         """Where there is input, after waiting for some. What a process sent before it ended is read first."""
         ready: list[Way] = [(link, link.receive) for link in self._local if link.pending]
-        if not ready:
-            self._watch()
-            polled = dict(self._poller.poll(max(0, int((deadline - time.monotonic()) * 1000))))
-            ready = [self._ways[what] for what in polled if what in self._ways]
-            if polled and not ready:
-                raise EngineFault(self._cause("a worker ended"))
+        if ready:
+            return ready
+        for link in self._remote:
+            if link.ended:
+                raise EngineFault(self._cause(f"rank {link.rank} {link.ended}"))
+        if time.monotonic() < busy_until:
+            return self._lanes
+        self._watch()
+        polled = dict(self._poller.poll(max(0, int((deadline - time.monotonic()) * 1000))))
+        ready = [self._ways[what] for what in polled if what in self._ways]
+        if polled and not ready:
+            raise EngineFault(self._cause("a worker ended"))
         return ready
 
     def _add(self, what: Any, link: Link, read: Callable[[], Arrived | None]) -> None:
@@ -181,16 +193,13 @@ class Fleet:
         self._poller.register(what, zmq.POLLIN)
 
     def _watch(self) -> None:
-        """Poll every lane that has not ended, and for the end of every process that has said hello."""
+        """Poll every lane, and for the end of every process that has said hello."""
         for link in self._remote:
-            if link.ended:
-                raise EngineFault(self._cause(f"rank {link.rank} {link.ended}"))
             if link.pidfd is not None and link.pidfd not in self._poller:
                 self._poller.register(link.pidfd, zmq.POLLIN)
             if link.lane is not None:
-                what = link.lane.fileno()
-                self._ways[what] = link, link.receive
-                self._poller.register(what, zmq.POLLIN | (zmq.POLLOUT if link.lane.writes else 0))
+                self._ways[link.lane.fileno()] = link, link.receive
+                self._poller.register(link.lane.fileno(), zmq.POLLIN | (zmq.POLLOUT if link.lane.writes else 0))
 
     def _cause(self, text: str) -> str:
         # When a rank dies its peers fail in their collective at once: wait a moment, and name the dead one first.

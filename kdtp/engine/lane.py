@@ -14,7 +14,6 @@ from collections import deque
 from pathlib import Path
 
 MAX_FRAME = 256 << 20  # bytes; logits of a wide forward are the largest
-BUSY = 0.02  # seconds; who waits busily polls for so long before it sleeps
 HEADER = struct.Struct("<II")  # bytes of the MessagePack, and of the raw frame behind it, 0 if there is none
 _CHUNK = 1 << 18
 _BACKLOG = 16

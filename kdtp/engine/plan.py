@@ -77,8 +77,18 @@ def plan(config: EngineConfig) -> Plan:
         config = dataclasses.replace(config, drafter=_drafter(config, model.config))
     kv_tokens = config.pages(model.config) * PAGE_ROWS
     tokenizer = config.tokenizer and str(Path(config.tokenizer).absolute())
-    resolved = dataclasses.replace(config, model=str(model.path), tokenizer=tokenizer, kv_tokens=kv_tokens)
+    resolved = dataclasses.replace(
+        config, model=str(model.path), tokenizer=tokenizer, kv_tokens=kv_tokens, busy_wait=_busy_wait(config)
+    )
     return Plan(resolved, model.config, model.golden, model.notes)
+
+
+def _busy_wait(config: EngineConfig) -> str:
+    """On or off. Where a core is not free for each process that waits, those that work wait for it."""
+    if config.busy_wait != "auto":
+        return config.busy_wait
+    cores = len(os.sched_getaffinity(0))
+    return "on" if config.device == "cuda" and config.tp > 1 and cores >= 2 * (config.tp + 1) else "off"
 
 
 def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:

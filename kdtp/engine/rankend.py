@@ -13,12 +13,13 @@ import zmq
 
 from kdtp.drafting import Draft, Keep
 from kdtp.engine import lane, rundir
-from kdtp.engine.lane import BUSY, Lane
+from kdtp.engine.lane import Lane
 from kdtp.engine.link import LINGER, tune
 from kdtp.log import logger
 from kdtp.messages import Commit, Forward, FromWorker, Shutdown, ToWorker, Welcome
 
 WELCOME_TIMEOUT = 60.0  # seconds between hello and welcome
+_BUSY = 0.02  # seconds; between two steps it is usually less
 _LAST_PAUSE = 1.0  # seconds to stay after the coordinator has ended: the launcher asks all ranks for their stacks
 M = TypeVar("M")
 
@@ -61,10 +62,10 @@ class RankEnd:
     def receive(self, timeout: float | None, busy: bool = False) -> ToWorker | None:
         """The next readable message; None after `timeout` seconds, EOFError when the coordinator has ended.
 
-        busy: for BUSY seconds, do not sleep.
+        busy: if the lane may have a message soon, poll it for a while before sleeping.
         """
         now = time.monotonic()
-        busy_until = now + BUSY if busy else now
+        busy_until = now + _BUSY if busy else now
         while True:
             if (message := self._from_lane()) is not None:
                 return message

@@ -58,6 +58,7 @@ class Worker:
         self.rank = rank
         self.size = size
         self.ended = False
+        self.busy = False  # whether to wait busily for what comes next
         self.dropped = 0
         self._emit = emit
         self._connect = connect
@@ -119,6 +120,7 @@ class Worker:
     def _load(self, welcome: Welcome) -> None:
         config = build(EngineConfig, welcome.config, "welcome")
         self._epoch = welcome.epoch
+        self.busy = config.busy_wait == "on"
         torch.set_num_threads(config.threads or 1)
         device = devices.device(config.device, self.rank)
         # The coordinator's deadline must pass first, so that it names the rank that hangs.
@@ -195,7 +197,7 @@ def serve(worker: Worker, end: RankEnd) -> None:
         end.join(message.coordinator_pid)
     while message is not None:
         worker.handle(message)
-        message = None if worker.ended else end.receive(None)
+        message = None if worker.ended else end.receive(None, worker.busy)
 
 
 def _environment(name: str) -> int:

@@ -127,7 +127,7 @@ def test_the_table_has_every_number(cls: type) -> None:
     numbers = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set(cls.__annotations__)
     others = {
         "scoring_func", "topk_method", "norm_topk_prob", "rope_scaling", "eos_token_ids", "name", "shape", "hit",
-        "model", "device", "dtype", "drafter", "graphs", "prefix_cache", "stop_tokens", "ignore_eos",
+        "model", "device", "dtype", "drafter", "graphs", "busy_wait", "prefix_cache", "stop_tokens", "ignore_eos",
         "allowed_tokens", "banned_tokens", "logit_bias", "grammar", "width", "placement", "trees", "tokenizer",
     }  # fmt: skip
     assert numbers - others == set(LEGAL[cls][1])

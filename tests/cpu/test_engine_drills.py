@@ -104,11 +104,11 @@ def test_worker_stopped(tmp_path, idle):
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_worker_that_drafts_is_lost(tmp_path, stopped):
-    """In a forward or in a draft, which rank 0 alone answers: rank 1 is named."""
+    """In a forward or in a draft, which rank 0 alone answers: rank 1 is named. All wait busily."""
     model = EngineConfig(str(TINY))
     folder = drafter_folder(tmp_path / "drafter", V1, plan(model).model)
     drafter = ("--drafter", "dflash", "--drafter-model", folder, "--drafter-placement", "workers")
-    with Running(tmp_path, "--step-timeout", 1.5, *drafter) as engine:
+    with Running(tmp_path, "--step-timeout", 1.5, "--busy-wait", "on", *drafter) as engine:
         (request,) = start_long(engine)
         victim = engine.find("worker", 1)
         victim.suspend() if stopped else victim.kill()

@@ -117,10 +117,10 @@ def until(condition, seconds=5.0):
         time.sleep(0.005)
 
 
-def ready_fleet(context, folder, **settings):
+def ready_fleet(context, folder, busy=False, **settings):
     config = EngineConfig("fake", tp=1, **settings)
     link = ZmqLink(context, folder, 0)
-    fleet = Fleet([link], EPOCH, config.step_timeout)
+    fleet = Fleet([link], EPOCH, config.step_timeout, busy)
     handshake = Handshake(fleet, config, os.getpid())
     peer = Peer(context, folder)
     peer.say(hello())
@@ -266,6 +266,42 @@ def test_a_rank_is_told_to_end_before_it_hears_that_the_coordinator_has(context,
     with pytest.raises(EOFError, match="the coordinator ended"):
         end.receive(5.0)
     end.close()
+
+
+def test_a_busy_fleet_sleeps_after_a_while_and_notices_all_that_an_idle_one_does(context, folder):
+    fleet, _, peer = ready_fleet(context, folder, busy=True, step_timeout=0.3)
+    answer(peer, Ids(EPOCH, 1, 0, ()))
+    assert fleet.forward([])[0].ids == ()
+    late = threading.Timer(0.15, lambda: peer.say(b"\xc1", b"") or peer.say(Ids(EPOCH, 2, 0, ())))
+    late.start()
+    cpu = time.thread_time()
+    assert fleet.forward([])[0].ids == ()  # long after it fell asleep
+    assert time.thread_time() - cpu < 0.1
+    late.join()
+    with pytest.raises(EngineFault, match="step 3 not answered in time by rank 0"):
+        fleet.forward([])
+    end = threading.Timer(0.01, peer.lane.close)
+    end.start()
+    with pytest.raises(EngineFault, match="rank 0 closed its lane"):
+        fleet.forward([])
+    end.join()
+
+
+def test_a_busy_rank_sleeps_after_a_while(context, folder):
+    link, end = ZmqLink(context, folder, 0), RankEnd(folder, 0)
+    end.emit(hello(), None)
+    until(link.greet)
+    end.join(os.getpid())
+    link.accept()
+    for pause in (0.0, 0.01, 0.15):
+        told = threading.Timer(pause, lambda: link.send(Shutdown("the end")))
+        told.start()
+        cpu = time.thread_time()
+        assert end.receive(None, busy=True) == Shutdown("the end")
+        assert time.thread_time() - cpu < 0.1
+        told.join()
+    end.close()
+    link.close()
 
 
 messages = st.lists(st.tuples(st.binary(max_size=40), st.none() | st.binary(min_size=1, max_size=40)), max_size=6)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kdtp.config import ConfigError, EngineConfig
+from kdtp.engine import plan as plans
 from kdtp.engine.plan import plan
 from kdtp.model.weights import kdtr
 from tests.processes import TINY
@@ -94,3 +95,17 @@ def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_relative_path_becomes_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(TINY.parent)
     assert plan(EngineConfig(TINY.name)).config.model == str(TINY)
+
+
+def test_waiting_is_busy_on_gpus_with_two_cores_for_each_process(monkeypatch):
+    def chosen(cores: int, **settings: Any) -> str:
+        monkeypatch.setattr(plans.os, "sched_getaffinity", lambda pid: set(range(cores)))
+        return plans._busy_wait(EngineConfig("m", **settings))
+
+    assert [chosen(cores, tp=2, device="cuda") for cores in (5, 6)] == ["off", "on"]
+    assert chosen(64, tp=2) == chosen(64, device="cuda") == chosen(17, tp=8, device="cuda") == "off"
+    assert chosen(1, tp=2, busy_wait="on") == "on" and chosen(64, tp=2, device="cuda", busy_wait="off") == "off"
+    assert plan(EngineConfig(str(TINY), tp=2)).config.busy_wait == "off"
+    for settings, words in (({"busy_wait": "on"}, "one rank"), ({"busy_wait": "yes", "tp": 2}, "one of auto, on, off")):
+        with pytest.raises(ConfigError, match=f"busy_wait = '{settings['busy_wait']}': must be .*{words}"):
+            EngineConfig("m", **settings)
