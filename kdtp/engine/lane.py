@@ -33,6 +33,7 @@ class Lane:
         self.ended = ""
         self._socket = connected
         self._most = most
+        self._chunk = bytearray(_CHUNK)  # one for all reads: who polls makes many that bring nothing
         self._in = bytearray()
         self._out: deque[memoryview] = deque()
 
@@ -91,15 +92,15 @@ class Lane:
         if self.ended:
             return False
         try:
-            part = self._socket.recv(_CHUNK)
+            count = self._socket.recv_into(self._chunk)
         except BlockingIOError:
             return False
         except OSError as error:
-            part, self.ended = b"", f"closed its lane ({error.strerror})"
-        if not part:
+            count, self.ended = 0, f"closed its lane ({error.strerror})"
+        if not count:
             self.ended = self.ended or "closed its lane"
-        self._in += part
-        return bool(part)
+        self._in += memoryview(self._chunk)[:count]
+        return count > 0
 
     def _cut(self) -> tuple[bytes, bytes | None] | None:
         if len(self._in) < HEADER.size:
