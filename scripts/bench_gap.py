@@ -33,7 +33,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kdtp.config import DrafterConfig, EngineConfig  # noqa: E402
+from kdtp.config import BUSY_WAITS, DrafterConfig, EngineConfig  # noqa: E402
 from kdtp.engine import rundir  # noqa: E402
 from kdtp.engine.api import Engine  # noqa: E402
 from kdtp.types import SamplingParams  # noqa: E402
@@ -130,6 +130,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=MODEL, help="a KDTR file")
     parser.add_argument("--tokens", type=int, default=200, help="to generate")
     parser.add_argument("--tp", type=int, default=1, help="ranks, a GPU each")
+    parser.add_argument("--busy-wait", choices=BUSY_WAITS, default="auto", help="of several ranks, as `kdtp serve`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it works")
     chosen = parser.parse_args()
     if chosen.tp == 1 and chosen.device == "cpu":
@@ -143,7 +144,8 @@ def main() -> int:
             found = measure([timeline(chosen.model, drafter, chosen.tokens)])
         else:
             model = str(chosen.model.absolute())
-            config = EngineConfig(model, chosen.tp, chosen.device, "bfloat16", drafter=drafter, step_timeout=60.0)
+            rest: dict[str, Any] = {"drafter": drafter, "step_timeout": 60.0, "busy_wait": chosen.busy_wait}
+            config = EngineConfig(model, chosen.tp, chosen.device, "bfloat16", **rest)
             found = several(config, chosen.tokens)
         rows.append(row(name, chosen.tp, found))
         print(*rows[-1], file=sys.stderr, flush=True)
