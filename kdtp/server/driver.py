@@ -135,7 +135,7 @@ class Driver:
 
     async def end(self) -> None:
         """Fail what is open, and end the engine."""
-        self._ending = TOLD_TO_END
+        self._ending = self._ending or TOLD_TO_END  # why it gave up, if it did
         self._signal()
         await asyncio.to_thread(self._thread.join)
         os.close(self._wake)
