@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from kdtp.types import MOST_THREADS, PAGE_ROWS
+from kdtp.types import MOST_THREADS, PAGE_ROWS, SHAPES
 from kdtp.values import ConfigError, Range, build, check_ranges, digest, want, want_in
 
 __all__ = [  # what comes from kdtp.values, and what is made here
@@ -20,7 +20,6 @@ __all__ = [  # what comes from kdtp.values, and what is made here
     "DRAFTERS",
     "DTYPES",
     "PLACEMENTS",
-    "SHAPES",
     "TREES",
     "WIDTHS",
     "ConfigError",
@@ -206,7 +205,6 @@ class DrafterConfig:
 
 
 DRAFTERS = ("none", "oracle", "ngram", "dflash", "dflash+ngram")
-SHAPES = ("tree", "chain", "seeded")
 WIDTHS = ("budget", "auto")
 PLACEMENTS = ("auto", "workers", "coordinator")
 TREES = ("auto", "device", "host")

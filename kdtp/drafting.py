@@ -6,10 +6,10 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-from kdtp.types import Count, Token
+from kdtp.types import SHAPES, Count, Token
 
 # Of a tree, as kdtp.spec.tree has them; "" where candidates are wanted.
-Shape: TypeAlias = Annotated[str, Meta(pattern="^(tree|chain|seeded|)$")]
+Shape: TypeAlias = Annotated[str, Meta(pattern=f"^({'|'.join(SHAPES)}|)$")]
 
 
 class Rows(Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ PAGE_ROWS = 64  # rows of latent KV in one page, on every rank
 MOST_THREADS = 8
 # Rows of the batches that CUDA graphs are captured for; above 8, whole tiles of the kernels.
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+SHAPES = ("tree", "chain", "seeded")  # of draft trees, as kdtp.spec.tree grows them; in the order of csrc/params.h
 WIDE = 1024  # hidden size from which more CPU threads than one pay; below, they mostly wait for each other
 ROOT = -1  # "parent" of node 0
 NO_TOKEN = -1  # instead of an id: the row's logits hold NaN, or its rule allows no id
@@ -30,6 +31,11 @@ Token: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
 _INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 Seed: TypeAlias = Annotated[int, _INT64]
+
+
+def power(least: int) -> int:
+    """The first power of two from `least` on."""
+    return 1 << max(least - 1, 0).bit_length()
 
 
 def depths(parents: Sequence[int]) -> list[int]:

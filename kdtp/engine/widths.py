@@ -18,9 +18,9 @@ from kdtp.kernels import TILE
 from kdtp.log import logger
 from kdtp.messages import Begin
 from kdtp.proposals import Grown
-from kdtp.spec.costs import Costs, power
+from kdtp.spec.costs import Costs
 from kdtp.spec.width import Policy
-from kdtp.types import GRAPH_ROWS, ROOT, SeqRows
+from kdtp.types import GRAPH_ROWS, ROOT, SeqRows, power
 
 _PATIENCE = 3.0  # seconds of measuring; what is left is read off the curve
 _RUNS = 3  # of each size

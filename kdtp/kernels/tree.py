@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional
 
 from kdtp.kernels.abi import Fields, library
+from kdtp.types import SHAPES
 
 WORD = 64  # nodes in a word of ancestor bits
-SHAPES = ("tree", "chain", "seeded")  # in the order of csrc/params.h
 
 
 class Trees(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 
 from kdtp.log import logger
 from kdtp.model.indices import Shape, padding
-from kdtp.types import GRAPH_ROWS, PAGE_ROWS, SeqRows
+from kdtp.types import GRAPH_ROWS, PAGE_ROWS, SeqRows, power
 
 ROWS = GRAPH_ROWS
 SHORTEST = 1024  # positions; contexts double from here, as the attention's grid grows with what is possible
@@ -31,21 +31,16 @@ def bucket(seqs: Sequence[SeqRows]) -> Shape | None:
 def padded(rows: int, seqs: int, start: int) -> Shape:
     """The smallest shape for at most ROWS[-1] rows of so many sequences, the longest of `start` committed rows."""
     m = next(size for size in ROWS if size >= rows)
-    context = max(SHORTEST, _power(start))
+    context = max(SHORTEST, power(start))
     pages = -(-(context + m) // PAGE_ROWS)
-    return Shape(rows=m, seqs=_power(seqs), depth=m, pages=pages, picked=m, max_start=context)
+    return Shape(rows=m, seqs=power(seqs), depth=m, pages=pages, picked=m, max_start=context)
 
 
 def usual(seqs: int, nodes: int) -> list[Shape]:
     """What up to `seqs` short sequences need: plain decoding, and trees of `nodes` nodes for all."""
-    counts = {min(1 << i, seqs) for i in range(_power(seqs).bit_length())}
+    counts = {min(1 << i, seqs) for i in range(power(seqs).bit_length())}
     sizes = {(count * each, count) for count in counts for each in (1, nodes)}
     return sorted({padded(rows, count, 0) for rows, count in sizes if rows <= ROWS[-1]}, key=lambda s: (s.rows, s.seqs))
-
-
-def _power(least: int) -> int:
-    """The first power of two from `least` on."""
-    return 1 << max(least - 1, 0).bit_length()
 
 
 class Graphs:

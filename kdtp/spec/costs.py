@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from statistics import median_low
 
+from kdtp.types import power
+
 SHORTEST = 1024  # positions; contexts are alike up to here, then by powers of two
 _FOLLOWS = 0.3  # how much of a surprise is taken for a change of pace
 _KEPT = 5  # newest times of a kind, whose median counts
@@ -73,11 +75,6 @@ class Costs:
             return points[after][1]
         (x0, y0), (x1, y1) = points[max(after - 1, 0)], points[max(after, 1)]
         return max(y0 + (y1 - y0) * (rows - x0) / (x1 - x0), 0.1 * y0)
-
-
-def power(least: int) -> int:
-    """The first power of two from `least` on."""
-    return 1 << max(least - 1, 0).bit_length()
 
 
 def _context(start: int) -> int:

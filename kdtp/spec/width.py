@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from kdtp.proposals import Grown
-from kdtp.spec.costs import Costs, power
+from kdtp.spec.costs import Costs
+from kdtp.types import power
 
 BINS = 16  # of scores, half a nat each; the last has all that are lower
 _TRUST = 2.0  # accepted tokens that the drafter's own word counts for

@@ -13,6 +13,7 @@ import torch
 
 from kdtp.draft.dflash.network import Block, DFlash, Drafted
 from kdtp.log import logger
+from kdtp.types import power
 
 SHORTEST = 1024  # context rows of a draft; from here they double
 FEWEST, MOST = 8, 64  # rows that are absorbed
@@ -44,7 +45,7 @@ class Graphs:
     @torch.inference_mode()
     def draft(self, blocks: Sequence[Block]) -> Drafted:
         """Candidates for each block."""
-        shape = _power(len(blocks)), max(SHORTEST, _power(self._network.reach(blocks)))
+        shape = power(len(blocks)), max(SHORTEST, power(self._network.reach(blocks)))
         found = self._replay(shape, self._network.gather(blocks, *shape))
         assert found is not None
         return Drafted(found.lp[: len(blocks)], found.ids[: len(blocks)])
@@ -58,7 +59,7 @@ class Graphs:
         count = where.shape[1]
         if count > MOST:
             return False
-        size = max(FEWEST, _power(count))
+        size = max(FEWEST, power(count))
         padded = torch.zeros(3, size, dtype=torch.int64, pin_memory=where.is_pinned())
         padded[:, :count] = where
         padded[2, count:] = self._network.sink
@@ -67,9 +68,9 @@ class Graphs:
 
     def capture_usual(self, seqs: int) -> None:
         """For up to `seqs` sequences of short texts."""
-        for i in range(_power(min(seqs, MOST_SEQS)).bit_length()):
+        for i in range(power(min(seqs, MOST_SEQS)).bit_length()):
             self._capture((1 << i, SHORTEST))
-        for size in (FEWEST, min(MOST, max(FEWEST, _power(seqs * self._network.config.block_size)))):
+        for size in (FEWEST, min(MOST, max(FEWEST, power(seqs * self._network.config.block_size)))):
             self._capture((size,))
 
     def _replay(self, shape: tuple[int, ...], values: torch.Tensor) -> Drafted | None:
@@ -108,8 +109,3 @@ class Graphs:
         where = torch.zeros(3, rows, dtype=torch.int64, device=self._network.device)
         where[2] = self._network.sink
         return where, lambda: self._network.absorb(self._tapped[where[0]], where[1], where[2])
-
-
-def _power(least: int) -> int:
-    """The first power of two from `least` on."""
-    return 1 << max(least - 1, 0).bit_length()
