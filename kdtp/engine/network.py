@@ -97,7 +97,8 @@ class OnCoordinator:
         """As Network."""
         self._backlog.flush()
         blocks = [Block(root.token, lines(root.pages, root.start)) for root in roots]
-        return unpack(*pack(self._network.draft(blocks, self._config.drafter.topk), roots, shape))
+        drafted = self._network.draft(blocks, self._config.drafter.topk)
+        return unpack(*pack(drafted, roots, shape)) if shape else drafted.proposals()
 
     def _left(self) -> torch.Tensor:
         """What the last forward has left. EngineFault if rank 0's memory cannot be mapped."""
