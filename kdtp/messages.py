@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from kdtp.drafting import Draft, Drafts, Keep
 from kdtp.types import NO_TOKEN, Count, Logprob, Move, Rule, SamplingParams, SeqRows, Token
-from kdtp.watch import Round, Watch
+from kdtp.watch import MOST_ROUNDS, Round, Watch
 
 PROTOCOL_VERSION = 5
 
@@ -147,7 +147,8 @@ class Submit(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
     budget: tree nodes below the root, at most the engine's; priority: higher ones run first; salt: only requests of one
     salt share pages of a prefix. None of them changes the text. given: what it emitted before, in an engine that ended:
-    it goes on behind that, exactly as it would have, and its first Tokens have the position len(given).
+    it goes on behind that, exactly as it would have, and its first Tokens have the position len(given). watch: as of
+    Watch, from its first round on.
     """
 
     request: Count
@@ -159,6 +160,7 @@ class Submit(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     salt: Text = ""
     given: tuple[Token, ...] = ()
+    watch: Annotated[int, Meta(ge=0, le=MOST_ROUNDS)] = 0
 
 
 class Cancel(Struct, frozen=True, forbid_unknown_fields=True, tag=True):

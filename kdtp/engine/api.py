@@ -85,22 +85,19 @@ class Engine:
 
         speculate=False decodes plainly whatever the drafter: the tokens are the same. on_tokens: called as tokens
         are decided, with the prompt's index; once it returns True, that request ends with finish_reason "cancelled".
-        on_round: called with the trees that were verified, before their tokens; an engine of several processes may
-        have run the first ones before it hears of the wish.
+        on_round: called with the trees that were verified, each before its tokens.
         """
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"params: {len(each)} for {len(prompts)} prompts")
         got: list[list[Reply]] = [[] for _ in prompts]
         open_ones: dict[int, int] = {}  # label -> index of its prompt
-        sent = 0
+        sent, rounds = 0, MOST_ROUNDS if on_round else 0
         try:
             while True:
                 for index in self._room(prompts, sent, open_ones.values()):
-                    label = self._backend.submit(prompts[index], each[index], speculate, want_logits)
+                    label = self._backend.submit(prompts[index], each[index], speculate, want_logits, rounds)
                     open_ones[label], sent = index, index + 1
-                    if on_round:
-                        self._backend.watch(label, MOST_ROUNDS)
                 if not open_ones:
                     return [_completion(prompt, replies) for prompt, replies in zip(prompts, got, strict=True)]
                 for label, message, frame in self._backend.wait(open_ones):
@@ -111,7 +108,7 @@ class Engine:
                     if isinstance(message, Round):
                         if on_round:
                             on_round(index, message)
-                            self._backend.watch(label, MOST_ROUNDS)
+                            self._backend.watch(label, rounds)
                         continue
                     got[index].append((message, frame))
                     if on_tokens and isinstance(message, Tokens) and on_tokens(index, message) is True:
@@ -145,7 +142,7 @@ class Engine:
         cancelled: asked between steps, so that a signal handler can end the request; once it is true the request
         ends, and Finished has the reason "cancelled".
         """
-        label = self._backend.submit(prompt, params or SamplingParams(), speculate, False)
+        label = self._backend.submit(prompt, params or SamplingParams(), speculate, False, 0)
         asked = finished = False
         try:
             while not finished:

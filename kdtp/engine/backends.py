@@ -26,11 +26,13 @@ class Backend(Protocol):
     """Requests by label; EngineBusy, EngineDead as of rpc.Client.
 
     wait: events of the requests named, perhaps none, after a step of the engine or a moment, so that the caller can
-    think again. watch: show the next rounds, too. cancel: end a request; its Finished still comes. forget: end it,
-    nothing comes.
+    think again. rounds: that are shown, too, from the first on; watch: show the next ones. cancel: end a request; its
+    Finished still comes. forget: end it, nothing comes.
     """
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int: ...
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool, rounds: int
+    ) -> int: ...
     def wait(self, requests: Iterable[int]) -> list[Labelled]: ...
     def watch(self, request: int, rounds: int) -> None: ...
     def cancel(self, request: int) -> None: ...
@@ -41,7 +43,9 @@ class Backend(Protocol):
 class Closed:
     """What is behind an Engine after `close`."""
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool, rounds: int
+    ) -> int:
         raise ValueError("the engine is closed")
 
     def wait(self, requests: Iterable[int]) -> list[Labelled]:
@@ -70,13 +74,16 @@ class InProcess:
         self._events: dict[int, deque[Reply]] = {}
         self._opened = 0
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool, rounds: int
+    ) -> int:
         self._opened += 1
         try:
             self._coordinator.submit(Request(self._opened, tuple(prompt), params, speculate, want_logits))
         except QueueFull as error:
             raise EngineBusy(str(error), error.retry_after) from None
         self._events[self._opened] = deque()
+        self._coordinator.watch(self._opened, rounds)
         return self._opened
 
     def wait(self, requests: Iterable[int]) -> list[Labelled]:
@@ -131,8 +138,10 @@ class Group:
             state = status.state
             time.sleep(0.05)
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool) -> int:
-        return self._client.submit(prompt, params, speculate, want_logits)
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, speculate: bool, want_logits: bool, rounds: int
+    ) -> int:
+        return self._client.submit(prompt, params, speculate, want_logits, watch=rounds)
 
     def wait(self, requests: Iterable[int]) -> list[Labelled]:
         return self._client.poll(requests, _MOMENT)

@@ -174,6 +174,7 @@ class Host:
             tokens=list(message.given),
         )
         self._clients[request.id] = (client, label)
+        self._coordinator.watched.ask(request.id, message.watch)
         with self._refusing(request):
             if message.params.grammar is None:
                 self._coordinator.submit(request)

@@ -150,14 +150,14 @@ class Client:
         priority: int = 0,
         salt: str = "",
         given: Sequence[int] = (),
+        watch: int = 0,
     ) -> int:
         """Start a request, as of Submit; its label."""
-        self._labels += 1
-        self._events[self._labels] = deque()
-        self._send(
-            Submit(self._labels, tuple(prompt), params, speculate, want_logits, budget, priority, salt, tuple(given))
-        )
-        return self._labels
+        label = self._labels = self._labels + 1
+        self._events[label] = deque()
+        known = tuple(prompt), params, speculate, want_logits, budget, priority, salt, tuple(given), watch
+        self._send(Submit(label, *known))
+        return label
 
     def cancel(self, request: int) -> None:
         """Ask for the end of a request; its Finished, reason "cancelled", still comes."""

@@ -61,7 +61,7 @@ def test_many_prompts_wait_for_room_in_the_queue():
         prompts = [(1,) * 15, (2,) * 30, (3,), (4,) * 9, (5,) * 9, (6,) * 9]
         done = engine.generate(prompts, SamplingParams(max_tokens=3))
         assert [len(d.tokens) for d in done] == [3] * 6
-        engine._backend.submit((1,) * 15, LONG, True, False)
+        engine._backend.submit((1,) * 15, LONG, True, False, 0)
         with pytest.raises(EngineBusy, match="max_queue_tokens 20") as caught:
             engine.generate([(1,) * 6])
         assert caught.value.retry_after > 0
