@@ -65,7 +65,8 @@ class Ranks:
 class Point:
     """One way at one temperature: the cost of each prompt's text, and the texts that parted from plain decoding.
 
-    busy: processor time of this process in `busy_rounds` rounds, in seconds: other programs are not in it.
+    busy: processor time of this process in `busy_rounds` rounds, in seconds: other programs are not in it. No rounds:
+    there is no such time, as processes of their own run the model, or no text had two rounds to take it between.
     """
 
     way: Way
@@ -94,7 +95,7 @@ class Point:
             "most": round(max(each), 4),
             "tokens_per_second": round(1e3 * tokens / spent, 2),
             "round_ms": round(spent / rounds, 3),
-            "round_cpu_ms": round(1e3 * self.busy / max(self.busy_rounds, 1), 3),
+            "round_cpu_ms": round(1e3 * self.busy / self.busy_rounds, 3) if self.busy_rounds else None,
             **{f"{stage}_ms": round(ms / rounds, 3) for stage, ms in stages.items()},
             "taken_by_depth_and_rank": self.ranks.shares(),
             "equal_to_plain": len(self.usages) - len(self.parted),
@@ -147,7 +148,7 @@ class Bench:
     seed: int
 
     def run(self, ways: Sequence[Way], tell: Callable[[Way], object]) -> Iterator[Point]:
-        """Measure each way, the first one plain, at all temperatures; tell: called before each."""
+        """Measure each way, the first one plain, at all temperatures; tell: called before each. Errors as of Engine."""
         assert ways[0].method == PLAIN, "nothing to compare with"
         plain: dict[float, list[tuple[int, ...]]] = {}
         for way in ways:
@@ -174,7 +175,8 @@ class Bench:
             (done,) = engine.generate([prompt], params, on_round=shown)
             usages.append(done.usage)
             texts.append(done.tokens)
-            busy, busy_rounds = busy + ends[-1] - ends[0], busy_rounds + len(ends) - 1
+            if ends and self.config.tp == 1:  # else the ranks compute elsewhere
+                busy, busy_rounds = busy + ends[-1] - ends[0], busy_rounds + len(ends) - 1
         return Point(way, temperature, usages, ranks, (), busy, busy_rounds), texts
 
     def _params(self, index: int, temperature: float, tokens: int) -> SamplingParams:

@@ -17,8 +17,11 @@ from kdtp.config import DRAFTERS, ConfigError, DrafterConfig
 if TYPE_CHECKING:
     from kdtp.bench.accept import Bench, Way
     from kdtp.engine.plan import Plan
+    from kdtp.text.template import ChatTemplate
+    from kdtp.text.tokenizer import Tokenizer
 
 EXIT_PARTED = 1  # a text was another one than plain decoding's
+EXIT_ENGINE = 70
 _RANKS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 64))  # columns of the table: from, to
 
 
@@ -48,7 +51,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corpus", type=Path, metavar="DIR", help="*.py files (default: this Python's standard library)"
     )
-    add_some_flags(parser, ("model", "device", "dtype", "threads"), ("block", "topk"))
+    parser.add_argument(
+        "--chat", action="store_true", help="ask for an answer to each piece, by the model's chat template"
+    )
+    add_some_flags(parser, ("model", "tokenizer", "tp", "device", "dtype", "threads"), ("block", "topk"))
     parser.set_defaults(**{"engine.model": pair.NAME})
 
 
@@ -77,9 +83,10 @@ def _temperatures(text: str) -> list[float]:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Measure one way after another; 1 if a text is not plain decoding's."""
+    """Measure one way after another; 1 if a text is not plain decoding's, 70 if the engine dies."""
     from kdtp.bench import accept
     from kdtp.engine.plan import plan
+    from kdtp.engine.rpc import EngineDead
 
     checked = plan(engine_config(chosen))
     drafters = dict(chosen.drafter or _usual(chosen))
@@ -88,18 +95,25 @@ def run(chosen: argparse.Namespace) -> int:
     found = []
     ways = accept.ways(drafters, chosen.budgets, block)
     print(f"{len(bench.prompts)} prompts, from {', '.join(names)}", file=sys.stderr)
-    for point in bench.run(ways, lambda way: _tell(way, ways)):
-        found.append(point.figures())
-        for i in point.parted:
-            print(f"NOT EQUAL: {_named(found[-1])}, prompt {i} ({names[i]})", file=sys.stderr)
-    name = Path(getattr(chosen, "engine.model")).name
-    title = f"{name}: {len(names)} prompts of {chosen.prompt_tokens} tokens, {chosen.max_tokens} behind each"
+    try:
+        for point in bench.run(ways, lambda way: _tell(way, ways)):
+            found.append(point.figures())
+            for i in point.parted:
+                print(f"NOT EQUAL: {_named(found[-1])}, prompt {i} ({names[i]})", file=sys.stderr)
+    except EngineDead as error:
+        print(f"kdtp bench: {error}", file=sys.stderr)
+        return EXIT_ENGINE
+    name, tp = Path(getattr(chosen, "engine.model")).name, checked.config.tp
+    kind = "chat prompts" if chosen.chat else "prompts"
+    title = f"{name}, tp {tp}: {len(names)} {kind} of {chosen.prompt_tokens} tokens, {chosen.max_tokens} behind each"
     if chosen.png is not None:
         from kdtp.bench.plot import accept_picture
 
         accept_picture(chosen.png, title, found)
     if chosen.json:
-        print(json.dumps({"model": name, "block": block, "files": names, "points": found}))
+        print(
+            json.dumps({"model": name, "tp": tp, "chat": chosen.chat, "block": block, "files": names, "points": found})
+        )
     else:
         _show(title, found)
     return 0 if all(point["equal_to_plain"] == point["prompts"] for point in found) else EXIT_PARTED
@@ -140,11 +154,38 @@ def _bench(chosen: argparse.Namespace, checked: Plan) -> tuple[Bench, list[str]]
             raise ValueError(f"--{flag} {value}: must be {least}..{most}")
     tokenizer = find_tokenizer(checked.config, checked.model.vocab_size, needed=True)
     assert tokenizer is not None
+    template = _template(tokenizer) if chosen.chat else None
     held_out = corpus.read(chosen.corpus).held_out
     asked = accept.prompts(held_out, tokenizer, chosen.prompts, chosen.prompt_tokens, chosen.seed)
     ids = [prompt for _, prompt in asked]
+    if template:
+        ids = [_asked(tokenizer, template, prompt) for prompt in ids]
+        longest = max(map(len, ids))
+        if longest + chosen.max_tokens > room:
+            raise ValueError(
+                f"--prompt-tokens {chosen.prompt_tokens}: the chat template makes up to {longest} of it; with"
+                f" --max-tokens {chosen.max_tokens} must be at most {room}"
+            )
     bench = accept.Bench(checked.config, ids, chosen.temperatures, chosen.max_tokens, chosen.seed)
     return bench, [name for name, _ in asked]
+
+
+def _template(tokenizer: Tokenizer) -> ChatTemplate:
+    from kdtp.text import template
+
+    found = template.load(tokenizer)
+    if found is None:
+        raise ValueError(
+            f"--chat: {tokenizer.folder} has no chat template; must have chat_template.jinja, or chat_template in"
+            " tokenizer_config.json"
+        )
+    return found
+
+
+def _asked(tokenizer: Tokenizer, template: ChatTemplate, prompt: Sequence[int]) -> list[int]:
+    """The text of a prompt as the question of a user; the template's tokens come on top."""
+    text = tokenizer.decode(prompt[len(tokenizer.begin) :])
+    return tokenizer.encode_parts(template.render([{"role": "user", "content": text}]))
 
 
 def _tell(way: Way, ways: Sequence[Way]) -> None:
@@ -191,7 +232,7 @@ def _speeds(points: Sequence[Mapping[str, Any]]) -> Any:
             f"{point['spread']:.2f}",
             f"{point['tokens_per_round'] / chain:.2f}" if chain else "",
             f"{point['round_ms']:.1f}",
-            f"{point['round_cpu_ms']:.1f}",
+            "-" if point["round_cpu_ms"] is None else f"{point['round_cpu_ms']:.1f}",
             f"{point['draft_ms']:.1f}",
             f"{point['tokens_per_second']:.0f}",
             f"{point['tokens_per_second'] / plain:.2f}",

@@ -10,11 +10,15 @@ import pytest
 from kdtp import pair
 from kdtp.__main__ import main
 from kdtp.bench import accept
-from kdtp.config import ConfigError, DrafterConfig
+from kdtp.cli import bench_accept
+from kdtp.config import ConfigError, DrafterConfig, EngineConfig
+from kdtp.engine.api import Engine
+from kdtp.engine.rpc import EngineDead
 from kdtp.messages import Usage
 from kdtp.text import tokenizer
 from kdtp.train.corpus import Document
 from kdtp.watch import Round
+from tests import pair_cases
 from tests.processes import TINY
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("bench-accept")]
@@ -51,6 +55,7 @@ def test_figures_of_a_point():
     assert found["spread"] == pytest.approx(2.1213) and found["tokens_per_second"] == 80.0
     assert (found["round_ms"], found["draft_ms"], found["verify_ms"]) == (20.0, 4.0, 14.0)
     assert found["equal_to_plain"] == 1 and found["prompts"] == 2 and found["round_cpu_ms"] == 50.0
+    assert accept.Point(way, 0.5, usages, accept.Ranks(), [], 0.0, 0).figures()["round_cpu_ms"] is None
 
 
 def test_prompts_come_from_many_modules():
@@ -120,9 +125,50 @@ def test_a_text_that_parts_is_seen(corpus, capsys, monkeypatch):
     assert "5 of 6 texts are plain decoding's" in out and "tokens/round" in out
 
 
+def test_a_chat_template_comes_on_top(corpus, tmp_path, capsys):
+    for path in pair.TARGET.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    template = "{{ bos_token }}{% for m in messages %}# {{ m['role'] }}\n{{ m['content'] }}{% endfor %}def "
+    (tmp_path / "chat_template.jinja").write_text(template)
+    codec = tokenizer.load(tmp_path)
+    ids = bench_accept._asked(codec, bench_accept._template(codec), [*codec.begin, *codec.encode("import os\n")])
+    assert ids == [*codec.begin, *codec.encode("# user\nimport os\ndef ")]
+    flags = [*SMALL, "--corpus", str(corpus), "--model", str(tmp_path), "--drafter", "ngram", "--chat"]
+    assert main(["bench", "accept", *flags, "--temperatures", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chat"] and found["tp"] == 1 and all(p["equal_to_plain"] == 2 for p in found["points"])
+    assert main(["bench", "accept", *flags, "--max-tokens", "2020"]) == 2
+    assert "--prompt-tokens 24: the chat template makes up to 29 of it; with" in capsys.readouterr().err
+
+
+def test_two_ranks_accept_what_one_does():
+    """Greedy, depth by depth, from the first round on; ranks in processes of their own tell no processor time."""
+    way, found = accept.Way("dflash", "tree", 6, DrafterConfig("dflash", budget=6, model="pair")), []
+    asked = pair_cases.prompts()[:2]
+    for tp in (1, 2):
+        bench = accept.Bench(EngineConfig("pair", tp=tp, threads=1, drafter=way.config), asked, [0.0], 24, 0)
+        with Engine.of(bench.config) as engine:
+            point, texts = bench._measure(engine, way, 0.0)
+        counted = {key: value for key, value in point.figures().items() if not key.endswith(("_ms", "_second"))}
+        found.append((counted, texts, point.ranks, point.figures()["round_cpu_ms"] is None))
+    (*one, measured), (*two, not_measured) = found
+    assert one == two and one[0]["tokens_per_round"] > 1.5 and (measured, not_measured) == (False, True)
+
+
+def test_an_engine_that_dies_is_told(corpus, capsys, monkeypatch):
+    def dies(*_):
+        raise EngineDead("rank 1 ended")
+
+    monkeypatch.setattr(accept.Bench, "_measure", dies)
+    assert main(["bench", "accept", *SMALL, "--corpus", str(corpus), "--drafter", "ngram"]) == 70
+    assert "kdtp bench: rank 1 ended" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--chat"], "target has no chat template; must have chat_template.jinja, or chat_template in"),
+        (["--tp", "3"], "tp = 3"),
         (["--prompts", "0"], "--prompts 0: must be 1..1000"),
         (["--prompt-tokens", "3000"], "--prompt-tokens 3000: must be 2..2046"),
         (["--max-tokens", "2000"], "--max-tokens 2000: must be 2..1856"),
