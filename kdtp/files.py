@@ -1,10 +1,12 @@
-"""Files of a model folder, which may be anything: read whole, but never more than they may have."""
+"""Files of a model folder, which may be anything: read whole, but never more than they may have; JSON without twins."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 
 def read(path: Path, most: int) -> bytes:
@@ -21,3 +23,12 @@ def read(path: Path, most: int) -> bytes:
         if status.st_size > most:
             raise OSError(None, f"{status.st_size} bytes: must be at most {most}")
         return file.read(most)
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for json.loads: ValueError for a name that is there twice, where json would take the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twin, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"two entries named {twin!r}")
+    return found

@@ -103,6 +103,10 @@ def v2(**changes):
         (nested(target_layer_ids=None), "target_layer_ids: is missing"),
         ({"rope_theta": None}, "rope_theta: is missing"),
         ({"block_size": 1}, "block_size = 1: must be 2..65"),
+        ({"block_size": -1}, "block_size = -1: must be 2..65"),
+        ({"block_size": True}, "block_size: Expected `int`, got `bool`"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers = 2: must be an integer in 1..256"),
+        (nested(mask_token_id=-1), "mask_token_id = -1: must be 0..96"),
         ({"block_size": "many"}, "block_size: Expected `int`, got `str`"),
         (nested(mask_token_id=97), "mask_token_id = 97: must be 0..96"),
         (nested(target_layer_ids=[0, 4]), "target_layer_ids = (0, 4): must be 1..64 layers in 0..3"),
@@ -178,6 +182,50 @@ def test_tensors_that_are_refused(name, tensors, error, tmp_path):
     with pytest.raises(CheckpointError) as found:
         load(changed(tmp_path, name, change))
     assert error in str(found.value) and str(tmp_path) in str(found.value)
+
+
+def test_a_key_twice_is_refused(tmp_path):
+    text = json.dumps(V1).replace('"mask_token_id"', '"mask_token_id": 3, "mask_token_id"')
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json: must be JSON: two entries named 'mask_token_id'"):
+        configs.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "found"),
+    [
+        (np.nan, torch.float32, "nan (1 such, in float32)"),
+        (-np.inf, torch.float32, "-inf (1 such, in float32)"),
+        (3.4e38, torch.bfloat16, "inf (1 such, in bfloat16)"),
+    ],
+)
+def test_numbers_that_are_refused(value, dtype, found, tmp_path):
+    """One of them in a matrix makes every draft NaN, which no tree takes: nothing would fail, and nothing be gained."""
+    name = "layers.1.mlp.up_proj.weight"
+
+    def change(weights):
+        weights[name] = weights[name].copy()
+        weights[name][3, 5] = value
+
+    folder = changed(tmp_path, "v1", change)
+    with load(folder, dtype=dtype) as weights:
+        weights.take("fc.weight")
+        with pytest.raises(CheckpointError) as error:
+            weights.matrix("layers.1.mlp.gate_proj.weight", name)
+    text = f"{folder}/model.safetensors: tensor '{name}': values: want finite numbers, found {found}"
+    assert str(error.value) == text
+
+
+def test_files_are_held_to_what_the_targets_are(tmp_path):
+    """A header that no memory holds is refused; a link to elsewhere, as a hub's cache has, is followed."""
+    folder = write_folder(tmp_path / "d", V1, random_drafter("v1").weights)
+    file, elsewhere = folder / "model.safetensors", tmp_path / "blob"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    load(folder).__exit__()
+    elsewhere.write_bytes((1 << 60).to_bytes(8, "little") + elsewhere.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match=rf"header: length: want at most \d+ bytes, found {1 << 60}"):
+        load(folder)
 
 
 def test_what_is_allowed_to_differ(tmp_path):

@@ -220,23 +220,24 @@ def _check_keys(found: Mapping[str, Any], source: str) -> None:
     for key, family in _FAMILIES.items():
         if found.get(key) is not None:
             _refuse(source, key, found[key], f"absent: this is {family}, not DFlash")
+    for key, legal in _ONLY.items():
+        if key in found and found[key] not in legal:
+            _refuse(source, key, found[key], str(legal[0]))
     known = {*_NEEDED, *_OPTIONAL, *_ELSEWHERE, *_ONLY, *_IGNORED, *_FAMILIES}
     for key in found:
         if key not in known:
             raise ConfigError(f"{source}: unknown key {key!r}; it might change what the drafter computes", key)
-    for key, legal in _ONLY.items():
-        if key in found and found[key] not in legal:
-            _refuse(source, key, found[key], str(legal[0]))
 
 
 def _layers(found: Mapping[str, Any], window: int, source: str) -> dict[str, Any]:
     """windows and causal: what one flag says of all layers, or else sliding layers are causal and full ones not."""
     count = found["num_hidden_layers"]
-    legal = type(count) is int and 1 <= count <= 256
-    kinds = found.get("layer_types") or ["full_attention"] * (count if legal else 0)
+    if type(count) is not int or not 1 <= count <= 256:
+        _refuse(source, "num_hidden_layers", count, "an integer in 1..256")
+    kinds = found.get("layer_types") or ["full_attention"] * count
     if not isinstance(kinds, list) or any(k not in ("full_attention", "sliding_attention") for k in kinds):
         _refuse(source, "layer_types", kinds, "a list of full_attention and sliding_attention")
-    if legal and len(kinds) != count:
+    if len(kinds) != count:
         _refuse(source, "layer_types", kinds, f"of num_hidden_layers, {count}")
     sliding = [kind == "sliding_attention" for kind in kinds]
     size = found.get("sliding_window")

@@ -103,11 +103,15 @@ class Folder:
     def _check(self, name: str, param: Param) -> None:
         if name not in self.where:
             raise CheckpointError(f"{self.path}: tensor {name!r}: is missing")
-        file, stored = self.where[name]
+        stored = self.where[name][1]
         if stored.shape != param.shape:
-            _complain(file, stored, "shape", list(param.shape), list(stored.shape))
+            self.complain(name, "shape", list(param.shape), list(stored.shape))
         if stored.dtype not in _DTYPES:
-            _complain(file, stored, "dtype", " or ".join(_DTYPES), stored.dtype)
+            self.complain(name, "dtype", " or ".join(_DTYPES), stored.dtype)
+
+    def complain(self, name: str, what: str, want: object, found: object) -> NoReturn:
+        """Raise the error of this form for a parameter."""
+        _complain(*self.where[name], what, want, found)
 
 
 def _complain(file: File, stored: Stored, what: str, want: object, found: object) -> NoReturn:

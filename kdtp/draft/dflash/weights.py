@@ -15,7 +15,8 @@ from kdtp.draft.dflash.folder import Folder
 class Weights:
     """The parameters in a drafter's folder, cut to the part of `rank` of `size`, in `dtype` on `device`.
 
-    Raises CheckpointError as Folder, ValueError for a size that does not divide the drafter.
+    Raises CheckpointError as Folder, and for NaN or infinity: one such value, and no draft is ever taken, without a
+    word. ValueError for a size that does not divide the drafter.
     """
 
     def __init__(
@@ -46,7 +47,12 @@ class Weights:
             if stored.dtype == "BF16"
             else torch.from_numpy(values)
         )
-        return tensor.to(self.device, dtype or self.dtype)
+        tensor = tensor.to(self.device, dtype or self.dtype)
+        bad = tensor[~tensor.isfinite()]
+        if len(bad):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            self._folder.complain(name, "values", "finite numbers", f"{bad[0].item()} ({len(bad)} such, in {kind})")
+        return tensor
 
     def exact(self, name: str) -> torch.Tensor:
         """As `take`, float32 whatever the dtype: norms."""

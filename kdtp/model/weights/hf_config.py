@@ -100,9 +100,9 @@ def read(folder: Path) -> HfConfig:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ConfigError for anything else."""
+    """The object in a JSON file; ConfigError for anything else, and for a key that is there twice."""
     try:
-        loaded = json.loads(files.read(path, _LARGEST))
+        loaded = json.loads(files.read(path, _LARGEST), object_pairs_hook=files.distinct)
     except OSError as error:
         raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from None
     except (ValueError, RecursionError) as error:

@@ -13,7 +13,6 @@ import mmap
 import os
 import stat
 import struct
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kdtp.files import distinct
 
 _LENGTH = struct.Struct("<Q")
 _LARGEST_HEADER = 1 << 25  # bytes; Kimi K2.5 would have about that, were all of it in one file
@@ -151,7 +152,7 @@ def _parse(path: Path, data: mmap.mmap) -> dict[str, Stored]:
         _complain(path, "header", "length", f"at most {most} bytes", length)
     start = _LENGTH.size + length
     try:
-        header = json.loads(data[_LENGTH.size : start], object_pairs_hook=_distinct)
+        header = json.loads(data[_LENGTH.size : start], object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: header: must be JSON: {error}") from None
     if not isinstance(header, dict):
@@ -160,14 +161,6 @@ def _parse(path: Path, data: mmap.mmap) -> dict[str, Stored]:
     tensors = [_tensor(path, name, form, start) for name, form in header.items()]
     _check_places(path, sorted(tensors, key=lambda t: (t.offset, t.nbytes)), start, len(data))
     return {tensor.name: tensor for tensor in tensors}
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twin, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"two entries named {twin!r}")
-    return found
 
 
 def _tensor(path: Path, name: str, form: Any, start: int) -> Stored:
