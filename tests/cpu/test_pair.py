@@ -28,7 +28,9 @@ TREE = DrafterConfig("dflash", model=pair.NAME)
     ("tp", "ways"),
     [
         pytest.param(1, list(pair_cases.WAYS), marks=pytest.mark.xdist_group("pair-tp1")),
-        pytest.param(2, ["budget 4", "budget 16", "chain", "merged"], marks=pytest.mark.xdist_group("pair-tp2")),
+        pytest.param(
+            2, ["budget 4", "budget 16", "budget 64", "chain", "merged"], marks=pytest.mark.xdist_group("pair-tp2")
+        ),
     ],
 )
 def test_every_way_gives_the_text_and_the_bits_of_plain_decoding(tp, ways):
