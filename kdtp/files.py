@@ -1,12 +1,15 @@
-"""Files of a model folder, which may be anything: read whole, but never more than they may have; JSON without twins."""
+"""Files of a model folder. Those we are given may be anything: read whole, but never more than they may have, JSON
+without twins. Those we write are there whole or not at all."""
 
 from __future__ import annotations
 
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def read(path: Path, most: int) -> bytes:
@@ -32,3 +35,39 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twin, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"two entries named {twin!r}")
     return found
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let OSError name the file: that of a write, on a full disk, names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` at once, when all that was written is on the disk.
+
+    Until then, and if writing fails (OSError names the file), what was there stays; a kill leaves PATH.part behind.
+    """
+    part = path.with_name(f"{path.name}.part")
+    with naming(path):
+        try:
+            with part.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text, as of `replacing`."""
+    with replacing(path) as file:
+        file.write(text.encode())

@@ -81,6 +81,11 @@ def run(chosen: argparse.Namespace) -> int:
     )
     try:
         training.target(options) if is_target else training.drafter(options, chosen.target)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError(
+            f"{error.filename or chosen.out}: {why}; a run that began goes on from its last checkpoint"
+        ) from None
     except Interrupted as stopped:
         print(f"kdtp train: {stopped}", file=sys.stderr)
         return EXIT_INTERRUPTED

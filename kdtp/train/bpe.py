@@ -9,6 +9,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from kdtp import files
+
 BEGIN, END, UNKNOWN, PAD = CONTROLS = ("[BOS]", "[EOS]", "[UNK]", "[PAD]")
 # A line break goes with the indentation behind it, a word with the space before it; numbers come in at most 3 digits.
 _SPLIT = r"[\r\n]+[ \t]*| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\r\n]+"
@@ -31,6 +33,6 @@ def train(folder: Path, texts: Sequence[str], vocab_size: int) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    files.write(folder / "tokenizer.json", tokenizer.to_str())
     settings = {"bos_token": BEGIN, "eos_token": END, "unk_token": UNKNOWN, "pad_token": PAD, "add_bos_token": True}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    files.write(folder / "tokenizer_config.json", json.dumps(settings, indent=1))

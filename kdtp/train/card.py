@@ -10,6 +10,7 @@ from typing import Any
 
 import matplotlib.figure
 
+from kdtp import files
 from kdtp.log import amount
 from kdtp.train import journal
 
@@ -31,7 +32,8 @@ def plot(path: Path, log: Path, title: str) -> None:
     axes.set(xlabel="step", ylabel="loss, nats per token", title=title, ylim=(0, 1.1 * top))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=110)
+    with files.replacing(path) as file:
+        figure.savefig(file, format="png", dpi=110)
 
 
 def _smooth(losses: tuple[float, ...]) -> list[float]:
@@ -47,7 +49,8 @@ def write(path: Path, title: str, about: str, facts: Mapping[str, Any], command:
     """MODEL_CARD.md: what the network is, `facts` of its training, licence, how to make it again."""
     facts = {**facts, "run with": f"Python {platform.python_version()}"}
     lines = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    path.write_text(
+    files.write(
+        path,
         f"""# {title}
 
 {about}
@@ -68,7 +71,6 @@ def write(path: Path, title: str, about: str, facts: Mapping[str, Any], command:
 {command}
 ```
 """,
-        encoding="utf-8",
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kdtp import files
 from kdtp.config import ConfigError
 from kdtp.model.weights import hf_config, safetensors
 from kdtp.model.weights.hf import SINGLE, Checkpoint
@@ -65,7 +66,7 @@ def write(folder: Path, config: Mapping[str, Any], target: Target, begin: int, e
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """An object, for people to read."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    files.write(path, json.dumps(value, indent=2) + "\n")
 
 
 def tensors(target: Target) -> Stored:

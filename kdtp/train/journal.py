@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kdtp import files
+
 
 class Journal:
     """The file of a run that has come to `step`: what a killed process wrote behind that is dropped."""
@@ -14,7 +16,7 @@ class Journal:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         known = [line for line in read(path) if line["step"] <= step]
-        path.write_text("".join(map(_line, known)), encoding="utf-8")
+        files.write(path, "".join(map(_line, known)))
 
     def losses(self, first: int, losses: Sequence[float]) -> None:
         """Losses of the steps from `first` on."""
@@ -25,7 +27,7 @@ class Journal:
         self._add([{"step": step, "seconds": round(seconds, 1), "held_out": figures}])
 
     def _add(self, lines: Sequence[dict[str, Any]]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with files.naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.writelines(map(_line, lines))
 
 

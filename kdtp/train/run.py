@@ -155,9 +155,7 @@ def _samples(
             heat = torch.tensor(train.temperatures).repeat(count)[:count]
             made.append(continuations(model, prompts, train.seq, heat, seed).cpu().numpy())
         stored = np.concatenate(made).astype(np.uint16)
-        part = path.with_suffix(".part")
-        safetensors.write(part, {name: ("U16", stored)})
-        part.replace(path)
+        safetensors.write(path, {name: ("U16", stored)})
     file = safetensors.File(path)
     texts = torch.from_numpy(file.read(name).astype(np.int32)).to(device)
     file.close()

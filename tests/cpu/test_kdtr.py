@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -181,10 +182,10 @@ def test_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     before = (tmp_path / "f").read_bytes()
 
     def full(_: int) -> None:
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match=rf"no space left: '{tmp_path}/f'"):
         kdtr.write(tmp_path / "f", {"k": 2}, {"a": np.ones(3)})
     assert (tmp_path / "f").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["f"]

@@ -2,7 +2,11 @@
 
 import json
 import os
+import resource
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +26,7 @@ from kdtp.types import SamplingParams
 from reference.generate import generate
 from reference.model import Model
 from tests import train_cases as cases
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.xdist_group("train")  # they share the trained target
 
@@ -125,22 +130,59 @@ def _die() -> None:
     raise Stop
 
 
-def test_a_killed_run_goes_on_to_the_same_end(target: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = place / "killed"
-    with monkeypatch.context() as patch:
-        _at_step(patch, TargetJob, 16, _die)
-        with pytest.raises(Stop):
-            cases.train("target", out, *flags(place, "--checkpoint-every", 6))
-    assert not (out / "model.safetensors").exists()
+# Killed by the system in the middle of its second checkpoint.
+_KILLED = """
+import os, signal, sys
+from kdtp.model.weights import safetensors
+from tests import train_cases
+chunks, saves = safetensors._chunks, []
+
+def dying(tensors):
+    saves.append("state.json" in tensors)
+    for i, chunk in enumerate(chunks(tensors)):
+        yield chunk
+        if i == 9 and sum(saves) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+safetensors._chunks = dying
+train_cases.train("target", *sys.argv[1:])
+"""
+
+
+def test_a_killed_run_and_a_full_disk_lose_one_interval(
+    target: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever befell it, the run comes to the same end, bit for bit."""
+    out, given = place / "killed", flags(place, "--checkpoint-every", 6)
+    checkpoint = out / "training" / "checkpoint.safetensors"
+    ended = subprocess.run([sys.executable, "-c", _KILLED, str(out), *given], cwd=ROOT, timeout=100)
+    assert ended.returncode == -signal.SIGKILL
+    assert _step(checkpoint) == 6 and max(cases.losses(out)) == 12
+    (part,) = checkpoint.parent.glob("*.part")
+    assert 0 < part.stat().st_size < checkpoint.stat().st_size and not (out / "model.safetensors").exists()
     log = out / "training" / "loss.jsonl"
-    assert max(cases.losses(out)) >= 12
-    log.write_text(log.read_text() + '{"step": 14, "lo')  # a line that was being written
-    (out / "training" / "checkpoint.part").write_bytes(b"half a checkpoint")
+    log.write_text(log.read_text() + '{"step": 12, "lo')  # a line that was being written
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as patch:  # from step 13 on no file may have more than 64 KiB
+        _at_step(patch, TargetJob, 7, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1])))
+        assert cases.train("target", out, *given) == 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"kdtp train: {checkpoint}: file too large; a run that began goes on" in capsys.readouterr().err
+    assert _step(checkpoint) == 12 and not list(checkpoint.parent.glob("*.part"))
+
     with monkeypatch.context() as patch:
-        _at_step(patch, TargetJob, 9, _die)  # 8 steps are left, if one interval at most was lost
-        assert cases.train("target", out, *flags(place, "--checkpoint-every", 6)) == 0
+        _at_step(patch, TargetJob, 9, _die)  # 8 steps are left
+        assert cases.train("target", out, *given) == 0
     assert cases.losses(out) == cases.losses(target)
     assert (out / "model.safetensors").read_bytes() == (target / "model.safetensors").read_bytes()
+
+
+def _step(checkpoint: Path) -> int:
+    file = safetensors.File(checkpoint)
+    step = json.loads(file.read("state.json").tobytes())["step"]
+    assert isinstance(step, int)
+    return step
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -169,15 +211,18 @@ def test_a_checkpoint_of_another_run_is_refused(target: Path, place: Path, capsy
 def test_a_trained_drafter_drafts_for_its_target(
     target: Path, place: Path, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = place / f"drafter_{version}"
+    out, whole = place / f"drafter_{version}", place / f"whole_{version}"
     given = drafter_flags(place, target, version)
     with monkeypatch.context() as patch:
         _at_step(patch, DrafterJob, 14, _die)
         with pytest.raises(Stop):
             cases.train("drafter", out, *given, "--checkpoint-every", 10)
-    before = cases.losses(out)
-    assert cases.train("drafter", out, *given, "--checkpoint-every", 10) == 0
-    assert {step: cases.losses(out)[step] for step in before} == before
+    (whole / "training").mkdir(parents=True)
+    shutil.copy(out / "training" / "samples.safetensors", whole / "training")  # which take most of the time
+    for folder_ in (out, whole):
+        assert cases.train("drafter", folder_, *given, "--checkpoint-every", 10) == 0
+    assert cases.losses(out) == cases.losses(whole) and max(cases.losses(out)) == 20
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert min(cases.losses(out).values()) < max(cases.losses(out).values()) - 0.1
     assert f"version {version}" in (out / "MODEL_CARD.md").read_text()
     tokens = tokenizer.load(target)

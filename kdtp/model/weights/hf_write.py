@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kdtp import files
 from kdtp.config import ModelConfig
 from kdtp.model.weights import safetensors
 from kdtp.model.weights.hf import SINGLE
@@ -31,7 +32,7 @@ def write(folder: Path, config: ModelConfig, read: Callable[[str], Array], dtype
     dtype: float32 or bfloat16, of all but the routing bias, which stays float32. OSError.
     """
     folder.mkdir(exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config_json(config, dtype), indent=1))
+    files.write(folder / CONFIG, json.dumps(config_json(config, dtype), indent=1))
     stored = {name: _stored(name, values, dtype) for name, values in tensors(config, read).items()}
     safetensors.write(folder / SINGLE, stored)
 

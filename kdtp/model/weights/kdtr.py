@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kdtp import files
 from kdtp.model.weights.kdtr_table import FIXED, LAYOUT, MAX_DIMS, Bf16, Entry, KdtrError, Value, complain, pack, parse
 
 __all__ = ["Bf16", "Entry", "KdtrError", "Reader", "Value", "write"]
@@ -107,7 +106,7 @@ def write(
     path = Path(path)
     stored = [_stored(path, name, array) for name, array in arrays.items()]
     header, entries = pack(path, metadata, [entry for entry, _ in stored])
-    with _replacing(path) as file:
+    with files.replacing(path) as file:
         file.write(header)
         for entry, (_, array) in zip(entries, stored, strict=True):
             file.write(bytes(entry.offset - file.tell()))
@@ -128,17 +127,3 @@ def _stored(path: Path, name: str, array: NDArray[Any] | Bf16) -> tuple[Entry, N
         complain(path, f"array '{name}'", "dims", f"at most {MAX_DIMS}", values.ndim)
     values = np.asarray(values, dtype=LAYOUT[dtype][1], order="C")
     return Entry(name, dtype, values.shape, 0, values.nbytes, zlib.crc32(_bytes_of(values).data)), values
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` when the block ends well, and leaves no trace when it does not."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

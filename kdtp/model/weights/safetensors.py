@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from kdtp.files import distinct
+from kdtp.files import distinct, replacing
 
 _LENGTH = struct.Struct("<Q")
 _LARGEST_HEADER = 1 << 25  # bytes; Kimi K2.5 would have about that, were all of it in one file
@@ -195,8 +195,8 @@ def _check_places(path: Path, tensors: list[Stored], start: int, size: int) -> N
 
 
 def write(path: Path, tensors: Mapping[str, tuple[str, NDArray[Any]]]) -> None:
-    """Write a file of named tensors, each a dtype and an array of its numpy type in LAYOUT."""
-    with path.open("wb") as file:
+    """Write a file of named tensors, each a dtype and an array of its numpy type in LAYOUT; all of it or nothing."""
+    with replacing(path) as file:
         for chunk in _chunks(tensors):
             file.write(chunk)
 
