@@ -38,6 +38,11 @@ def power(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
+def page_rows(pages: Sequence[int], start: int, count: int) -> list[int]:
+    """The row of the pool of each of `count` rows from row `start` on, of a sequence that has these pages."""
+    return [pages[row // PAGE_ROWS] * PAGE_ROWS + row % PAGE_ROWS for row in range(start, start + count)]
+
+
 def depths(parents: Sequence[int]) -> list[int]:
     """Depth of each node (root 0) from parent indices that precede their children."""
     depth: list[int] = []

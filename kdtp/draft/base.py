@@ -33,6 +33,10 @@ class Target(Protocol):
         """The cache row of each of the first `count` rows of a sequence, int64 [count], on the host."""
         ...
 
+    def places(self, seq: int, start: int, count: int) -> list[int]:
+        """As `line`, of `count` rows from row `start` on."""
+        ...
+
     def tap(self, layers: Sequence[int]) -> torch.Tensor:
         """From now on `features` are, of the last forward's rows, the residual stream after each of these layers, side
         by side, [M, taps * H]. Returns the place where batches of few rows leave them."""

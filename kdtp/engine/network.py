@@ -24,7 +24,7 @@ from kdtp.engine.link import EngineFault
 from kdtp.model.comm import Solo
 from kdtp.model.weights.load import Weights, open_model
 from kdtp.proposals import Conditionals, Grown, Marginals
-from kdtp.types import MOST_THREADS, PAGE_ROWS, WIDE
+from kdtp.types import MOST_THREADS, WIDE, page_rows
 
 
 def placed(config: EngineConfig, fleet: Fleet) -> Network:
@@ -78,16 +78,16 @@ class OnCoordinator:
             weights = Weights(source, 0, 1, config.dtype, lambda done, total: None)
             target = TargetPart(weights.take("embed"), weights.matrix("head"), 0)
         self._network = DFlash(folder, self._settings, target, Solo(), config.kv_tokens)
-        self._backlog = Backlog(self._network)
+        self._backlog = Backlog(self._network, self._settings.features, target.embed.dtype)
 
     def keep(self, kept: Sequence[Kept]) -> None:
         """As Network."""
         taken = [row for each in kept for row in each.rows]
         if not taken:
             return
-        spots = [(p, each.pages) for each in kept for p in range(each.start, each.start + len(each.rows))]
-        into = [pages[p // PAGE_ROWS] * PAGE_ROWS + p % PAGE_ROWS for p, pages in spots]
-        self._backlog.add(self._left()[taken], [p for p, _ in spots], into)
+        positions = [p for each in kept for p in range(each.start, each.start + len(each.rows))]
+        rows = [row for each in kept for row in page_rows(each.pages, each.start, len(each.rows))]
+        self._backlog.add(self._left(), taken, positions, rows)
 
     def root(self, root: Root, pages: Sequence[int], told: bool) -> Root:
         """As Network."""

@@ -8,7 +8,7 @@ import torch
 
 from kdtp import kernels
 from kdtp.config import ModelConfig
-from kdtp.types import PAGE_ROWS
+from kdtp.types import PAGE_ROWS, page_rows
 
 
 class PagedCache:
@@ -33,7 +33,8 @@ class PagedCache:
         self._poison = poison
         self._holders: dict[int, list[int]] = {}  # of each page, the sequences whose tables have it
         self._shared: dict[int, int] = {}  # per sequence, rows that it found committed when it began
-        self._lines: dict[int, torch.Tensor] = {}  # per sequence, the cache row of each of its rows
+        self._tables: dict[int, list[int]] = {}  # per sequence, its pages,
+        self._lines: dict[int, torch.Tensor] = {}  # and the cache row of each of its rows
         if poison:
             self.kv.fill_(torch.nan)
 
@@ -57,16 +58,24 @@ class PagedCache:
         if self._poison and new[shared:]:
             self.kv[:, torch.cat(new[shared:]).to(self.kv.device)] = torch.nan
         self._shared.setdefault(seq, start)
+        self._tables.setdefault(seq, []).extend(pages)
         self._lines[seq] = torch.cat([self._lines.get(seq, torch.empty(0, dtype=torch.int64)), *new])
 
     def line(self, seq: int, count: int) -> torch.Tensor:
         """The cache row of each of the first `count` rows of `seq`, int64 [count]."""
-        line = self._lines.get(seq)
-        if line is None:
+        self._check(seq, count)
+        return self._lines[seq][:count]
+
+    def places(self, seq: int, start: int, count: int) -> list[int]:
+        """The cache row of each of `count` rows of `seq`, from row `start` on: for few rows, sooner than `line`."""
+        self._check(seq, start + count)
+        return page_rows(self._tables[seq], start, count)
+
+    def _check(self, seq: int, count: int) -> None:
+        if seq not in self._lines:
             raise RuntimeError(f"sequence {seq} has no page table")
-        if count > len(line):
-            raise RuntimeError(f"sequence {seq}: row {count - 1} lies beyond its {len(line)} rows")
-        return line[:count]
+        if count > len(self._lines[seq]):
+            raise RuntimeError(f"sequence {seq}: row {count - 1} lies beyond its {len(self._lines[seq])} rows")
 
     def move(self, seq: int, start: int, kept: Sequence[int]) -> None:
         """Rows start + kept[k] become rows start + k in all layers; the rows behind them have no content any more."""
@@ -84,9 +93,9 @@ class PagedCache:
         for seq in seqs:
             if seq not in self._lines:
                 raise RuntimeError(f"sequence {seq} has no page table")
-            del self._shared[seq]
-            for row in self._lines.pop(seq)[::PAGE_ROWS].tolist():
-                holders = self._holders[row // PAGE_ROWS]
+            del self._shared[seq], self._lines[seq]
+            for page in self._tables.pop(seq):
+                holders = self._holders[page]
                 holders.remove(seq)
                 if not holders:
-                    del self._holders[row // PAGE_ROWS]
+                    del self._holders[page]

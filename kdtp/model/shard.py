@@ -132,6 +132,10 @@ class Shard:
         """The cache row of each of the first `count` rows of a sequence, int64 [count], on the host."""
         return self.cache.line(seq, count)
 
+    def places(self, seq: int, start: int, count: int) -> list[int]:
+        """As `line`, of `count` rows from row `start` on."""
+        return self.cache.places(seq, start, count)
+
     @property
     def graphs(self) -> int:
         """Graphs captured so far."""

@@ -263,7 +263,7 @@ def test_graphs_are_given_what_they_were_captured_for(name, tmp_path, no_cuda):
         taken = torch.randperm(graphs.MOST)[: sum(lengths)]
         tapped.fill_(torch.nan)[taken] = torch.cat([torch.from_numpy(features_of(reference, n)) for n in lengths])
         positions = torch.cat([torch.arange(n) for n in lengths])
-        assert made.absorb(torch.stack([taken, positions, torch.cat(rows)]))
+        assert made.absorb(*(values.tolist() for values in (taken, positions, torch.cat(rows))))
         for length, own in zip(lengths, rows, strict=True):
             absorb(other, features_of(reference, length), own)
         blocks = [Block(7 + i, own) for i, own in enumerate(rows)]
@@ -272,11 +272,13 @@ def test_graphs_are_given_what_they_were_captured_for(name, tmp_path, no_cuda):
             assert torch.equal(got.ids, want.ids)
     longer = {(1, 32)} if name == "v1" else set()  # the others have windows that are shorter
     assert made._captured.keys() == {(1, 16), (2, 16), (4, 16), (8,), (16,), (32,)} | longer
-    assert not made.absorb(torch.zeros(3, graphs.MOST + 1, dtype=torch.int64))
+    assert not made.absorb(*[[0] * (graphs.MOST + 1)] * 3)
 
 
 class Written:
     """A network that only notes which features lie in which row, and at which position."""
+
+    device = torch.device("cpu")
 
     def __init__(self):
         self.rows, self.calls = {}, 0
@@ -290,28 +292,32 @@ class Written:
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
-@given(st.lists(st.one_of(st.none(), st.lists(st.integers(0, 40), unique=True, max_size=30)), max_size=40))
+@given(st.lists(st.one_of(st.none(), st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=30)), max_size=40))
 def test_what_waits_is_absorbed_as_if_it_had_not(steps):
-    """Rows in any order, written again and again by other texts, None: a draft comes."""
-    net = Written()
-    waiting, want, count = Backlog(net), {}, 0
-    for rows in [*steps, None]:
-        if rows is None:
-            waiting.flush()
-            assert net.rows == want
-            continue
-        features = torch.arange(count, count + len(rows), dtype=torch.float32)[:, None].repeat(1, 2)
-        positions = [7 * row for row in rows]
-        waiting.add(features, positions, rows)
-        want |= dict(zip(rows, zip(features[:, 0].tolist(), positions, strict=True), strict=True))
-        count += len(rows)
+    """Rows in any order, written again and again by other texts, at times more than there is room for; of a forward's
+    rows every other one is taken, and all are overwritten then. None: a draft comes."""
+    net, want, count = Written(), {}, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backlog, "MOST", 40)
+        waiting = Backlog(net, 2, torch.float32)
+        for rows in [*steps, None]:
+            if rows is None:
+                waiting.flush()
+                assert net.rows == want
+                continue
+            features = torch.arange(count, count + 2 * len(rows) + 1, dtype=torch.float32)[:, None].repeat(1, 2)
+            taken, positions = range(1, 2 * len(rows), 2), [7 * row for row in rows]
+            want |= {row: (float(count + at), 7 * row) for row, at in zip(rows, taken, strict=True)}
+            waiting.add(features, taken, positions, rows)
+            features.fill_(torch.nan)
+            count += 100
 
 
 def test_what_waits_is_absorbed_together_and_is_never_much():
     net = Written()
-    waiting = Backlog(net)
-    for i in range(1000):
-        waiting.add(torch.zeros(1, 2), [i], [i])
-    assert net.calls == 1000 // backlog.MOST and len(net.rows) == net.calls * backlog.MOST
+    waiting = Backlog(net, 2, torch.float32)
+    for i in range(3 * backlog.MOST):
+        waiting.add(torch.zeros(1, 2), [0], [i], [i])
+    assert net.calls == 2 and len(net.rows) == 2 * backlog.MOST
     waiting.flush()
-    assert len(net.rows) == 1000 and net.calls == 1000 // backlog.MOST + 1
+    assert net.calls == 3 and len(net.rows) == 3 * backlog.MOST

@@ -21,6 +21,7 @@ def test_rows_follow_the_table():
     want = [*range(192, 256), *range(64), *range(320, 384)]
     assert c.line(7, 192).tolist() == want
     assert c.line(7, 70).tolist() == want[:70]
+    assert c.places(7, 0, 192) == want and c.places(7, 63, 2) == want[63:65] and c.places(7, 192, 0) == []
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,8 @@ def test_rows_beyond_the_table():
     c.append(1, [1])
     with pytest.raises(RuntimeError, match="sequence 1: row 64 lies beyond its 64 rows"):
         c.line(1, 65)
+    with pytest.raises(RuntimeError, match="sequence 1: row 65 lies beyond its 64 rows"):
+        c.places(1, 64, 2)
     with pytest.raises(RuntimeError, match="sequence 1: row 64 lies beyond"):
         c.move(1, 60, [0, 4])
     with pytest.raises(RuntimeError, match="sequence 9 has no page table"):

@@ -33,11 +33,11 @@ class _Captured:
 class Graphs:
     """Graphs of `network` by shape, captured when first needed or before; all share one pool of memory.
 
-    tapped: where batches of few rows leave their features. What `draft` gives stays until the next call.
+    features: those that are absorbed are read there. What `draft` gives stays until the next call.
     """
 
-    def __init__(self, network: DFlash, topk: int, tapped: torch.Tensor) -> None:
-        self._network, self._topk, self._tapped = network, topk, tapped
+    def __init__(self, network: DFlash, topk: int, features: torch.Tensor) -> None:
+        self._network, self._topk, self._features = network, topk, features
         self._stream = torch.cuda.Stream(network.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, ...], _Captured] = {}
@@ -51,19 +51,14 @@ class Graphs:
         return Drafted(found.lp[: len(blocks)], found.ids[: len(blocks)])
 
     @torch.inference_mode()
-    def absorb(self, where: torch.Tensor) -> bool:
-        """As Part.keep, of at most MOST rows of `tapped`; whether there is a graph for so many.
-
-        where int64 [3, N], pinned: rows of `tapped`, positions, context rows.
-        """
-        count = where.shape[1]
-        if count > MOST:
+    def absorb(self, taken: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> bool:
+        """As DFlash.absorb, of rows `taken` of the features; False if they are more than any graph is for."""
+        if len(taken) > MOST:
             return False
-        size = max(FEWEST, power(count))
-        padded = torch.zeros(3, size, dtype=torch.int64, pin_memory=where.is_pinned())
-        padded[:, :count] = where
-        padded[2, count:] = self._network.sink
-        self._replay((size,), padded)
+        size = max(FEWEST, power(len(taken)))
+        nothing = [0] * (size - len(taken))
+        where = [*taken, *nothing], [*positions, *nothing], [*rows, *[self._network.sink] * len(nothing)]
+        self._replay((size,), torch.tensor(where, pin_memory=self._network.device.type == "cuda"))
         return True
 
     def capture_usual(self, seqs: int) -> None:
@@ -108,4 +103,4 @@ class Graphs:
     def _absorbing(self, rows: int) -> tuple[torch.Tensor, Callable[[], None]]:
         where = torch.zeros(3, rows, dtype=torch.int64, device=self._network.device)
         where[2] = self._network.sink
-        return where, lambda: self._network.absorb(self._tapped[where[0]], where[1], where[2])
+        return where, lambda: self._network.absorb(self._features[where[0]], where[1], where[2])

@@ -35,13 +35,14 @@ class Part:
         own = TargetPart(target.embed, target.head, target.vocab_start)
         self._target, self._topk, self._answers = target, config.topk, comm.rank == 0
         self._network = DFlash(folder, network, own, comm, target.rows)
-        self._backlog = Backlog(self._network)
+        self._backlog = Backlog(self._network, network.features, target.embed.dtype)
         self._graphs: Graphs | None = None
-        self._tapped = target.tap(network.target_layer_ids)
+        self._drafted = False  # since the last forward but one
+        target.tap(network.target_layer_ids)
 
     def capture(self, seqs: int) -> None:
-        """From now on run in CUDA graphs where few rows are kept; captured now: for up to `seqs` short texts."""
-        self._graphs = Graphs(self._network, self._topk, self._tapped)
+        """From now on run in CUDA graphs; captured now: for up to `seqs` short texts."""
+        self._graphs = self._backlog.graphs = Graphs(self._network, self._topk, self._backlog.features)
         self._graphs.capture_usual(seqs)
 
     def keep(self, kept: Sequence[Rows]) -> None:
@@ -49,22 +50,19 @@ class Part:
         features = self._target.features
         assert features is not None, "a forward without features"
         taken = [row for each in kept for row in each.rows]
-        positions = [p for each in kept for p in range(each.start, each.start + len(each.rows))]
-        lines = [self._target.line(each.seq, each.start + len(each.rows))[each.start :] for each in kept]
         if not taken:
             return
-        if not features.is_cuda:
-            self._backlog.add(features[taken], positions, torch.cat(lines).tolist())
-            return
-        where = torch.stack([torch.tensor(taken), torch.tensor(positions), torch.cat(lines)]).pin_memory()
-        few = self._graphs is not None and features.data_ptr() == self._tapped.data_ptr()
-        if not few or self._graphs is None or not self._graphs.absorb(where):
-            rows, at, into = where.to(features.device, non_blocking=True)
-            self._network.absorb(features[rows], at, into)
+        positions = [p for each in kept for p in range(each.start, each.start + len(each.rows))]
+        rows = [row for each in kept for row in self._target.places(each.seq, each.start, len(each.rows))]
+        self._backlog.add(features, taken, positions, rows)
+        if self._drafted and features.is_cuda:
+            self._backlog.flush()  # a draft will come again, and until then the GPU has nothing to do
+        self._drafted = False
 
     def draft(self, roots: Sequence[Root], shape: str) -> Frame | None:
         """What the message Drafts says of each, on the rank that answers."""
         self._backlog.flush()
+        self._drafted = True
         blocks = [Block(root.token, self._line(root)) for root in roots]
         if self._graphs is not None and len(blocks) <= MOST_SEQS:
             drafted = self._graphs.draft(blocks)
