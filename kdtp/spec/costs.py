@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from statistics import median_low
+from collections.abc import Callable, Iterable, Mapping
 
 from kdtp.types import power
 
@@ -28,6 +27,7 @@ class Costs:
         # Chance only adds time, and fewer rows never need more: what is less further up is the better figure.
         least = list(itertools.accumulate((curve[rows] for rows in sorted(curve, reverse=True)), min))
         self._curve = list(zip(sorted(curve), reversed(least), strict=True))
+        self._bases: dict[int, float] = {}  # read off the curve
         self.padded = padded
         self._leader, self._pace = leader, 1.0
         self._ratios: dict[tuple[int, int, int], deque[tuple[int, float]]] = {}  # (when, measured over curve)
@@ -53,28 +53,48 @@ class Costs:
 
     def seconds(self, seqs: int, rows: int, context: int) -> float:
         """What a round would take now."""
-        kind, size = (power(seqs), _context(context)), self.padded(rows)
-        common = self._factor(*kind)
-        newest = [r for when, r in self._ratios.get((*kind, size), ()) if when > self._round - _STALE]
-        # One time that was by chance longer, as the first of a shape may be, does not count alone.
-        ratio = median_low([common, *newest] if len(newest) < _KEPT else newest)
-        return self._base(size) * ratio * self.pace
+        return self.table(seqs, context, (self.padded(rows),))[0]
+
+    def table(self, seqs: int, context: int, sizes: Iterable[int]) -> list[float]:
+        """What rounds of each of these sizes, rows with padding, would take now."""
+        kind = power(seqs), _context(context)
+        common, oldest, pace = self._factor(*kind), self._round - _STALE, self.pace
+        found = []
+        for size in sizes:
+            newest = [ratio for when, ratio in self._ratios.get((*kind, size), ()) if when > oldest]
+            if len(newest) < _KEPT:
+                newest.append(common)  # one time that was by chance longer, as the first of a shape, is not alone
+            found.append(self._base(size) * _median(newest) * pace)
+        return found
 
     def _factor(self, seqs: int, context: int) -> float:
         """Of the nearest kind that was measured."""
         if not self._factors:
             return 1.0
+        if (seqs, context) in self._factors:
+            return _median(self._factors[seqs, context])
         near = min(self._factors, key=lambda k: (abs(math.log2(k[0] / seqs)) + 2 * abs(math.log2(k[1] / context)), k))
-        return median_low(self._factors[near])
+        return _median(self._factors[near])
 
     def _base(self, rows: int) -> float:
         """The curve, straight between what was measured and beyond it."""
+        if rows not in self._bases:
+            self._bases[rows] = self._read_off(rows)
+        return self._bases[rows]
+
+    def _read_off(self, rows: int) -> float:
         points = self._curve
         after = next((i for i, (size, _) in enumerate(points) if size >= rows), len(points) - 1)
         if points[after][0] == rows or len(points) == 1:
             return points[after][1]
         (x0, y0), (x1, y1) = points[max(after - 1, 0)], points[max(after, 1)]
         return max(y0 + (y1 - y0) * (rows - x0) / (x1 - x0), 0.1 * y0)
+
+
+def _median(values: Iterable[float]) -> float:
+    """The lower one of two."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 def _context(start: int) -> int:

@@ -9,8 +9,10 @@ expected accepted length.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from kdtp.proposals import Grown
@@ -20,6 +22,7 @@ from kdtp.types import power
 BINS = 16  # of scores, half a nat each; the last has all that are lower
 _TRUST = 2.0  # accepted tokens that the drafter's own word counts for
 _FADE = 0.998  # per tree, of what was learned
+_MOST_UNIT = 1e9
 _TRIED = 3  # nodes, at least, of a trial
 _NEWEST = 0.2  # how much a round counts in the gain,
 _AGES = 0.95  # and how much less after each plain round
@@ -39,65 +42,80 @@ class Allotted(NamedTuple):
 
 def allot(
     worth: Sequence[Sequence[float]],
-    seconds: Callable[[int], float],
+    steps: Sequence[tuple[int, float]],
     tokens: float,
     before: float = 0.0,
     least: int = 0,
 ) -> Allotted:
     """Those nodes that bring the most tokens per second.
 
-    worth: of each sequence's nodes, in an order whose beginnings are trees, the chance to be accepted; seconds(n): of a
-    round with n nodes in all; tokens: that come with none of them; before: seconds that are spent already; least: nodes
-    to take in any case, if there are so many.
+    worth: of each sequence's nodes, in an order whose beginnings are trees, the chance to be accepted; steps: (n,
+    seconds) of a round with at most n nodes in all, n rising up to the number of nodes or beyond; tokens: that come
+    with none of them; before: seconds that are spent already; least: nodes to take in any case, if there are so many.
     """
-    pool: list[tuple[float, int, int]] = []
-    for seq, values in enumerate(worth):
-        lowest = 1.0  # a node cannot come before those that it needs: it counts no more than they
-        for node, value in enumerate(values):
-            lowest = min(lowest, value)
-            pool.append((-lowest, seq, node))
-    pool.sort()
-    count, best, spent = 0, tokens, before + seconds(0)
-    for n, (_, seq, node) in enumerate(pool, start=1):
-        tokens += worth[seq][node]
-        took = before + seconds(n)
-        if tokens * spent > best * took or n <= least:
-            count, best, spent = n, tokens, took
+    values = [value for own in worth for value in own]
+    owners = [seq for seq, own in enumerate(worth) for _ in own]
+    # A node cannot come before those that it needs: it counts no more than they.
+    places = [lowest for own in worth for lowest in itertools.accumulate(own, min)]
+    order = sorted(range(len(values)), key=places.__getitem__, reverse=True)  # stable: of equals the first
+    gained = list(itertools.accumulate((values[node] for node in order), initial=tokens))
+    least, count, spent = min(least, len(values)), -1, 1.0
+    for most, seconds in steps:
+        n = min(most, len(values))
+        if n >= least and (count < 0 or gained[n] * spent > gained[count] * (before + seconds)):
+            count, spent = n, before + seconds
     sizes = [0] * len(worth)
-    for _, seq, _ in pool[:count]:
-        sizes[seq] += 1
-    return Allotted(sizes, best, spent)
+    for node in order[:count]:
+        sizes[owners[node]] += 1
+    return Allotted(sizes, gained[count], spent)
 
 
 class Calibration:
     """What a drafter's scores are worth: accepted over expected, for each depth and kind of score."""
 
     def __init__(self) -> None:
-        self._accepted: dict[tuple[int, int], float] = {}
-        self._expected: dict[tuple[int, int], float] = {}
+        self._accepted: defaultdict[int, float] = defaultdict(float)  # by kind, in units
+        self._expected: defaultdict[int, float] = defaultdict(float)
+        self._unit = 1.0  # grows by each tree, instead of all that fades
+        self._ratios: dict[int, float] = {}  # made of these, until more is learned
 
-    def worth(self, scores: Sequence[float], depths: Sequence[int], parents: Sequence[int]) -> list[float]:
+    def worth(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
         """The chance of each node to be accepted, the root's 1; scores: log-probabilities of paths, of all nodes."""
         found = [1.0]
-        for score, depth, parent in zip(scores[1:], depths[1:], parents[1:], strict=True):
-            kind = depth, _bin(score)
-            ratio = (self._accepted.get(kind, 0.0) + _TRUST) / (self._expected.get(kind, 0.0) + _TRUST)
+        for kind, score, parent in _kinds(scores, parents):
+            ratio = self._ratios.get(kind) or self._ratio(kind)
             found.append(min(found[parent], math.exp(score) * ratio))
         return found
 
-    def learn(self, scores: Sequence[float], depths: Sequence[int], accepted: Collection[int]) -> None:
+    def _ratio(self, kind: int) -> float:
+        trust = _TRUST * self._unit
+        ratio = (self._accepted[kind] + trust) / (self._expected[kind] + trust)
+        self._ratios[kind] = ratio
+        return ratio
+
+    def learn(self, scores: Sequence[float], parents: Sequence[int], accepted: Collection[int]) -> None:
         """What became of the nodes of a tree that was verified; accepted: nodes of the path."""
-        for counts in (self._accepted, self._expected):
-            for kind in counts:
-                counts[kind] *= _FADE
-        for node in range(1, len(scores)):
-            kind = depths[node], _bin(scores[node])
-            self._expected[kind] = self._expected.get(kind, 0.0) + math.exp(scores[node])
-            self._accepted[kind] = self._accepted.get(kind, 0.0) + (node in accepted)
+        self._unit /= _FADE
+        self._ratios.clear()
+        for node, (kind, score, _) in enumerate(_kinds(scores, parents), start=1):
+            self._expected[kind] += math.exp(score) * self._unit
+            if node in accepted:
+                self._accepted[kind] += self._unit
+        if self._unit > _MOST_UNIT:
+            for counts in (self._accepted, self._expected):
+                for kind in counts:
+                    counts[kind] /= self._unit
+            self._unit = 1.0
 
 
-def _bin(score: float) -> int:
-    return int(min(-2.0 * score, BINS - 1))
+def _kinds(scores: Sequence[float], parents: Sequence[int]) -> Iterator[tuple[int, float, int]]:
+    """Of each node but the root: its kind, which is its depth and about its score; its score and parent."""
+    depths = [0]
+    for score, parent in zip(scores[1:], parents[1:], strict=True):
+        depth = depths[parent] + 1
+        depths.append(depth)
+        bin_ = int(-2.0 * score)
+        yield BINS * depth + (bin_ if bin_ < BINS else BINS - 1), score, parent
 
 
 class Pauses:
@@ -146,13 +164,16 @@ class Policy:
         self.rounds, self.drafting = rounds, drafting
         self.calibration = Calibration()
         self._pauses: dict[int, Pauses] = {}  # by sequences
+        self.tries = False  # whether the round's draft is a trial
 
     def drafts(self, asking: int) -> int:
         """For how many of those that ask to draft in this round: all, none, or for a trial the root of their number."""
         pauses = self._pauses.setdefault(power(asking), Pauses())
-        if not pauses.drafts():
+        drafts = pauses.drafts()
+        self.tries = drafts and not pauses.pays
+        if not drafts:
             return 0
-        return asking if pauses.pays else math.isqrt(asking - 1) + 1
+        return math.isqrt(asking - 1) + 1 if self.tries else asking
 
     def choose(self, trees: Sequence[Grown], asked: int, asking: int, seqs: int, context: int) -> list[int]:
         """How many nodes below its root each drafted tree is cut to.
@@ -160,29 +181,27 @@ class Policy:
         asked, asking: sequences that were drafted for, of those that could be; seqs: all of the round; context: of the
         longest.
         """
-        worth = [self.calibration.worth(t.scores, t.tree.depths, t.tree.parents)[1:] for t in trees]
+        worth = [self.calibration.worth(grown.scores, grown.tree.parents)[1:] for grown in trees]
         pauses, share = self._pauses.setdefault(power(asking), Pauses()), asking / asked
-        seconds = self._seconds(seqs, math.ceil(share * sum(map(len, worth))), context)
+        steps = self._steps(seqs, math.ceil(share * sum(map(len, worth))), context)
         before = self.drafting.seconds(asked, asked, context)
-        chosen = every = allot(worth, seconds, seqs, before, 0 if pauses.pays else _TRIED)
+        chosen = every = allot(worth, steps, seqs, before, 0 if pauses.pays else _TRIED)
         if not pauses.pays:  # what all would bring, if their trees were like those of the few
             before = self.drafting.seconds(asking, asking, context)
-            every = allot(worth, lambda nodes: seconds(share * nodes), seqs / share, before)
-        plain = seconds(0) / seqs  # of a token
-        loss = (chosen.seconds - plain * chosen.tokens) / seconds(0)
+            every = allot(worth, [(int(n / share), took) for n, took in steps], seqs / share, before)
+        plain = steps[0][1] / seqs  # of a token
+        loss = (chosen.seconds - plain * chosen.tokens) / steps[0][1]
         pauses.learn(every.seconds, plain * share * every.tokens, loss)
         return chosen.sizes
 
-    def _seconds(self, seqs: int, most: int, context: int) -> Callable[[float], float]:
-        """What a round with at most so many nodes takes, by nodes: more need no less, what is measured otherwise is
+    def _steps(self, seqs: int, most: int, context: int) -> list[tuple[int, float]]:
+        """What a round takes, by the most nodes that it has: more need no less, what is measured otherwise is
         chance."""
-        known: dict[int, float] = {}
-        least = math.inf
-        for nodes in range(most, -1, -1):
-            size = self.rounds.padded(seqs + nodes)
-            if size not in known:
-                known[size] = least = min(least, self.rounds.seconds(seqs, size, context))
-        return lambda nodes: known[self.rounds.padded(seqs + math.ceil(nodes))]
+        sizes = [self.rounds.padded(seqs)]
+        while sizes[-1] < seqs + most:
+            sizes.append(self.rounds.padded(sizes[-1] + 1))
+        took = list(itertools.accumulate(reversed(self.rounds.table(seqs, context, sizes)), min))
+        return [(size - seqs, seconds) for size, seconds in zip(sizes, reversed(took), strict=True)]
 
     def learn(self, seqs: int, rows: int, context: int, seconds: float) -> None:
         """What a round of so many sequences and rows took, but for its draft."""
@@ -194,4 +213,4 @@ class Policy:
 
     def learn_tree(self, grown: Grown, accepted: Collection[int]) -> None:
         """What became of a tree that was verified."""
-        self.calibration.learn(grown.scores, grown.tree.depths, accepted)
+        self.calibration.learn(grown.scores, grown.tree.parents, accepted)

@@ -39,7 +39,7 @@ def rounds(draw):
 @given(rounds())
 def test_the_best_of_all_widths_of_all_sequences(case):
     worth, times, before = case
-    sizes, tokens, seconds = allot(worth, times.__getitem__, len(worth), before)
+    sizes, tokens, seconds = allot(worth, list(enumerate(times)), len(worth), before)
     rate = tokens / seconds
 
     def rate_of(each):
@@ -56,23 +56,37 @@ def test_the_best_of_all_widths_of_all_sequences(case):
 @given(rounds(), st.integers(0, 6))
 def test_a_least_number_of_nodes(case, least):
     worth, times, before = case
-    sizes = allot(worth, times.__getitem__, len(worth), before, least).sizes
+    steps = list(enumerate(times))
+    sizes = allot(worth, steps, len(worth), before, least).sizes
     assert sum(sizes) >= min(least, sum(map(len, worth)))
-    free = allot(worth, times.__getitem__, len(worth), before)
+    free = allot(worth, steps, len(worth), before)
     if sum(free.sizes) >= least:
-        assert allot(worth, times.__getitem__, len(worth), before, least) == free
+        assert allot(worth, steps, len(worth), before, least) == free
+
+
+@PROPERTY
+@given(rounds(), st.data())
+def test_widths_of_one_price_are_looked_at_together(case, data):
+    """A step of many widths gives what it does when each is named: of those that cost the same, the widest."""
+    worth, times, before = case
+    most = len(times) - 1
+    ends = [n for n in range(most) if data.draw(st.booleans())] + [most + 2]
+    steps = [(end, times[i]) for i, end in enumerate(ends)]
+    each = [(n, next(took for end, took in steps if end >= n)) for n in range(len(times))]
+    found, want = allot(worth, steps, len(worth), before), allot(worth, each, len(worth), before)
+    assert (found.tokens / found.seconds) == pytest.approx(want.tokens / want.seconds)
+    assert sum(found.sizes) in [min(end, most) for end in ends]
 
 
 def test_a_poor_middle_is_climbed_over():
     """One node does not pay, nor do two or three; four do, as they cost no more than one."""
-    assert allot([[0.8] * 4], [1.0, 2.0, 2.0, 2.0, 2.0].__getitem__, 1.0)[0] == [4]
-    assert allot([[0.8] * 4], [1.0, 2.0, 3.0, 4.0, 5.0].__getitem__, 1.0)[0] == [0]
+    assert allot([[0.8] * 4], [(0, 1.0), (4, 2.0)], 1.0)[0] == [4]
+    assert allot([[0.8] * 4], list(enumerate((1.0, 2.0, 3.0, 4.0, 5.0))), 1.0)[0] == [0]
 
 
 def test_the_best_nodes_come_first_whosever_they_are():
     worth = [[0.9, 0.5, 0.1], [0.7, 0.6], [0.2]]
-    times = [1.0] * 5 + [100.0] * 2
-    assert allot(worth, times.__getitem__, 3.0)[0] == [2, 2, 0]
+    assert allot(worth, [(4, 1.0), (6, 100.0)], 3.0)[0] == [2, 2, 0]
 
 
 def a_chain(scores):
@@ -82,7 +96,7 @@ def a_chain(scores):
 
 def test_an_unknown_drafter_is_taken_at_its_word():
     grown = a_chain([0.0, -0.5, -1.25])
-    found = Calibration().worth(grown.scores, grown.tree.depths, grown.tree.parents)
+    found = Calibration().worth(grown.scores, grown.tree.parents)
     assert found == pytest.approx([1.0, math.exp(-0.5), math.exp(-1.25)])
 
 
@@ -95,21 +109,21 @@ def test_what_scores_are_worth_is_learned(factor):
     for _ in range(2000):
         first = rng.random() < 0.55 * factor
         path = {0, *([1] if first else []), *([2] if first and rng.random() < 0.8 else [])}
-        calibration.learn(grown.scores, grown.tree.depths, path)
-    found = calibration.worth(grown.scores, grown.tree.depths, grown.tree.parents)
+        calibration.learn(grown.scores, grown.tree.parents, path)
+    found = calibration.worth(grown.scores, grown.tree.parents)
     assert found == pytest.approx([1.0, 0.55 * factor, 0.55 * 0.8 * factor], rel=0.15)
     # Another depth, and scores of another kind, were never seen.
-    assert calibration.worth([0.0, -6.0], [0, 1], [ROOT, 0])[1] == pytest.approx(math.exp(-6.0))
+    assert calibration.worth([0.0, -6.0], [ROOT, 0])[1] == pytest.approx(math.exp(-6.0))
 
 
 def test_a_node_is_worth_no_more_than_its_parent():
     calibration = Calibration()
     grown = a_chain([0.0, math.log(0.9), math.log(0.8)])
     for _ in range(50):
-        calibration.learn(grown.scores, grown.tree.depths, {0})  # the first is never right
-    found = calibration.worth(grown.scores, grown.tree.depths, grown.tree.parents)
+        calibration.learn(grown.scores, grown.tree.parents, {0})  # the first is never right
+    found = calibration.worth(grown.scores, grown.tree.parents)
     assert found[1] < 0.1 and found[2] <= found[1]
-    mixed = calibration.worth([0.0, math.log(0.9), math.log(0.001)], [0, 1, 2], [ROOT, 0, 1])
+    mixed = calibration.worth([0.0, math.log(0.9), math.log(0.001)], [ROOT, 0, 1])
     assert mixed[2] <= mixed[1]
 
 
