@@ -1,162 +1,280 @@
-"""Speculation by streams: `kdtp serve` with the pair that ships, under `kdtp bench serve`, plain and with trees.
+"""Speculation by streams: plain decoding, chains, trees and `--width auto` on the same texts, and their time by stage.
 
-    python scripts/bench_streams.py [--visits 5] [--streams 32,8,1] [--before DIR]
+    python scripts/bench_streams.py [--streams 1,8,32] [--budgets 4,8,16] [--answers 24] [--ways plain,auto]
+    python scripts/bench_streams.py --device cuda --dtype bfloat16 --answers 64 --warm 200
 
-Held-out modules are continued, greedily. The ways take turns, each with a server of its own that knows nothing yet, so
-that another program on the machine disturbs all alike, and what a policy pays to learn is counted. Within a visit the
-numbers of streams come in the order given. Shown are medians over the visits: tokens per second, by the clock and of
-the engine's processor time, and how many times plain decoding's of the same visit. --before: another checkout of kdtp,
-whose `--width auto` is one more way.
+An engine for each way, all in this process, without prefix cache. Held-out modules are continued, greedily and by
+`--tokens` each, and whenever a text is done the next one begins, so that there are always so many. The ways take turns
+of `--slice` seconds until each has written `--answers` texts, and as many more for every 8 streams: what else the
+machine does disturbs all alike. The first `--warm` tokens of each stream are not counted: `auto` learns in them, and
+graphs are captured. On a CPU all times, also those that `auto` learns from, are of this process's processor time, on a
+GPU of the clock.
+
+First table: `of best` is against the best of the others; `plain` the share of rounds without a tree; then milliseconds
+per round, by stage; `else` is what is done around the stages. Second table, of `auto`, to see why it loses if it does:
+share of rounds with a draft; number of trials (drafts while drafting does not pay), and the share of time of the rounds
+they were in; mean milliseconds of rounds without trees, of those with, and of drafts (building included), each with
+what was expected over what it took; milliseconds per round in the policy's own Python; graphs captured while counting.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import subprocess
+import itertools
+import math
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any
-
-import psutil
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from kdtp.bench.accept import prompts  # noqa: E402
 from kdtp.cli.answer import find_tokenizer  # noqa: E402
-from kdtp.config import EngineConfig  # noqa: E402
+from kdtp.config import DEVICES, DTYPES, DrafterConfig, EngineConfig  # noqa: E402
+from kdtp.engine import coordinator  # noqa: E402
+from kdtp.engine import widths as engine_widths  # noqa: E402
+from kdtp.engine.assemble import assemble, local_link  # noqa: E402
 from kdtp.engine.plan import plan  # noqa: E402
+from kdtp.engine.request import STAGES, Request  # noqa: E402
+from kdtp.engine.worker import Worker  # noqa: E402
+from kdtp.messages import Terminal, Tokens  # noqa: E402
+from kdtp.spec.width import Policy  # noqa: E402
 from kdtp.train import corpus  # noqa: E402
+from kdtp.types import SamplingParams  # noqa: E402
 from scripts.measure import machine, table  # noqa: E402
 
-SERVE = ("--model", "pair", "--max-batch", "64", "--no-prefix-cache", "--log-level", "warning")
-TREE = ("--drafter", "dflash", "--drafter-model", "pair")
-WAYS = {"plain": ("--drafter", "none"), "tree of 16": TREE, "auto": (*TREE, "--width", "auto")}
-REQUESTS = {1: 6, 8: 18, 32: 54}  # else twice as many as streams
-_READY = 60.0  # seconds
+KINDS = ("plain", "wide", "draft")  # what a policy expects something of: rounds without trees and with, and drafts
+HEADS = ("tokens/s", "of best", "tokens/round", "nodes", "plain", "ms/round", *STAGES[1:], "else")
+WHY = ("auto", "drafted", "trials", "of time", *(f"{kind}, ms" for kind in KINDS), "own ms", "captured")
+_PROMPTS = 64
+T = TypeVar("T")
 
 
-def write_prompts(path: Path, count: int, length: int) -> None:
-    """Stretches of held-out modules as texts, one a line."""
-    checked = plan(EngineConfig("pair"))
-    tokenizer = find_tokenizer(checked.config, checked.model.vocab_size, needed=True)
-    assert tokenizer is not None
-    found = prompts(corpus.read(None).held_out, tokenizer, count, length, 0)
-    path.write_text("".join(json.dumps(tokenizer.decode(ids)) + "\n" for _, ids in found))
+class Told(Policy):
+    """A policy that keeps count of what it expected and what came: seconds or rounds, by figure."""
+
+    def __init__(self, policy: Policy, clock: Callable[[], float]) -> None:
+        super().__init__(policy.rounds, policy.drafting)
+        self.sums: Counter[object] = Counter()
+        self._clock = clock
+
+    def _timed(self, call: Callable[..., T], *values: Any) -> T:
+        began = self._clock()
+        found = call(*values)
+        self.sums["own"] += self._clock() - began
+        return found
+
+    def _note(self, kind: str, expected: float, took: float) -> None:
+        self.sums.update({kind: 1, (kind, "expected"): expected, (kind, "took"): took})
+        if self.tries:
+            self.sums["tried"] += took
+
+    def drafts(self, asking: int) -> int:
+        """As Policy."""
+        asked = self._timed(super().drafts, asking)
+        self.sums["trials"] += self.tries
+        return asked
+
+    def choose(self, *values: Any) -> list[int]:
+        """As Policy."""
+        return self._timed(super().choose, *values)
+
+    def learn_draft(self, asked: int, context: int, seconds: float) -> None:
+        """As Policy."""
+        self._note("draft", self.drafting.seconds(asked, asked, context), seconds)
+        self._timed(super().learn_draft, asked, context, seconds)
+
+    def learn(self, seqs: int, rows: int, context: int, seconds: float) -> None:
+        """As Policy."""
+        self._note("wide" if rows > seqs else "plain", self.rounds.seconds(seqs, rows, context), seconds)
+        self._timed(super().learn, seqs, rows, context, seconds)
+
+    def learn_tree(self, *values: Any) -> None:
+        """As Policy."""
+        self._timed(super().learn_tree, *values)
+
+    def line(self, rounds: int, wall: float) -> list[object]:
+        """Of the second table."""
+        sums, each = self.sums, []
+        for kind in KINDS:
+            took, count = sums[kind, "took"], sums[kind]
+            each.append(f"{1e3 * took / count:.2f} x {sums[kind, 'expected'] / took:.2f}" if count else "-")
+        shares = f"{sums['draft'] / rounds:.1%}", sums["trials"], f"{sums['tried'] / wall:.1%}"
+        return ["", *shares, *each, f"{1e3 * sums['own'] / rounds:.3f}"]
 
 
-@contextmanager
-def server(flags: Sequence[str], checkout: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """A server's address, once it is ready, and its engine."""
-    command = [sys.executable, "-m", "kdtp", "serve", "--port", "0", *SERVE, *flags]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=checkout, env=environment)
-    assert process.stdout is not None
-    try:
-        url = process.stdout.readline().strip()
-        until = time.monotonic() + _READY
-        while not _is_ready(url):
-            if process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"{' '.join(command)}: not ready")
-            time.sleep(0.1)
-        yield url, max(psutil.Process(process.pid).children(recursive=True), key=_busy)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(_READY)
+class Load:
+    """An engine that always has so many texts to continue, by `tokens` each, and what it has done since `forget`."""
+
+    def __init__(
+        self, config: EngineConfig, texts: Sequence[Sequence[int]], tokens: int, clock: Callable[[], float]
+    ) -> None:
+        link = local_link()
+        self._worker: Worker = link.handle.__self__  # type: ignore[attr-defined]
+        self._coordinator, handshake = assemble(plan(config), [link])
+        while not handshake.advance(1.0):
+            pass
+        self.told = None
+        if self._coordinator.widths is not None:
+            self._coordinator.widths.policy = self.told = Told(self._coordinator.widths.policy, clock)
+        self._texts, self._tokens, self._clock = texts, tokens, clock
+        self._ids = itertools.count(1)
+        self.forget()
+
+    def begin(self, streams: int) -> None:
+        """Open so many, of which the first ends soon and the last late, as if it had been so for long."""
+        self._next = itertools.cycle(self._texts)  # from the first on: all ways have the same
+        for i in range(streams):
+            self._submit(max(1, self._tokens * (i + 1) // streams))
+
+    def _submit(self, tokens: int) -> None:
+        params = SamplingParams(tokens, ignore_eos=True)
+        self._coordinator.submit(Request(next(self._ids), tuple(next(self._next)), params))
+
+    def run(self, tokens: int, seconds: float = math.inf) -> bool:
+        """Rounds until so many tokens have come since `forget`, or for so long; whether they have come."""
+        made, sums = self._coordinator, self.sums
+        made._ended = None  # the others' turns are no part of a round
+        began = self._clock()
+        while sums["tokens"] < tokens and self._clock() < began + seconds:
+            before = made.counters["drafted"]
+            for event in made.step():
+                if isinstance(event.message, Tokens):
+                    sums["tokens"] += len(event.message.tokens)
+                elif isinstance(event.message, Terminal):
+                    self._submit(self._tokens)
+            nodes = made.counters["drafted"] - before
+            sums.update(rounds=1, nodes=nodes, plain=not nodes)
+        sums["wall"] += self._clock() - began
+        return sums["tokens"] >= tokens
+
+    def forget(self) -> None:
+        """Count anew."""
+        self.sums: Counter[str] = Counter()
+        self._seconds = dict(self._coordinator.seconds)
+        self._captured = self._worker.shard.graphs
+        if self.told is not None:
+            self.told.sums.clear()
+
+    def end(self) -> None:
+        """Cancel what is open."""
+        scheduler = self._coordinator.scheduler
+        for request in [*scheduler.running, *scheduler.waiting]:
+            self._coordinator.cancel(request.id)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.sums["tokens"] / self.sums["wall"]
+
+    def line(self, best: float) -> list[object]:
+        """Of the first table; best: the best rate of the ways that it is compared with."""
+        sums, rounds = self.sums, self.sums["rounds"]
+        stages = [1e3 * (s - self._seconds[name]) / rounds for name, s in self._coordinator.seconds.items()]
+        each = 1e3 * sums["wall"] / rounds
+        means = [f"{sums['tokens'] / rounds:.2f}", f"{sums['nodes'] / rounds:.2f}", f"{sums['plain'] / rounds:.0%}"]
+        return [
+            self.rate,
+            f"{self.rate / best:.2f}",
+            *means,
+            *(f"{ms:.2f}" for ms in (each, *stages, each - sum(stages))),
+        ]
+
+    def why(self) -> list[object]:
+        """Of the second table."""
+        assert self.told is not None, "a fixed width"
+        captured = self._worker.shard.graphs - self._captured
+        return [*self.told.line(self.sums["rounds"], self.sums["wall"]), captured]
 
 
-def _busy(process: psutil.Process) -> float:
-    """Seconds of processor time so far."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def load(url: str, streams: int, texts: Path, tokens: int) -> dict[str, Any]:
-    """What `kdtp bench serve` found."""
-    requests = REQUESTS.get(streams, 2 * streams)
-    flags = ["--url", url, "--prompts", texts, "--max-tokens", tokens, "--concurrency", streams, "--requests", requests]
-    command = [sys.executable, "-m", "kdtp", "bench", "serve", *flags, "--warmup", 0, "--json"]
-    run = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True, cwd=ROOT)
-    found: dict[str, Any] = json.loads(run.stdout)
+def ways(chosen: argparse.Namespace) -> dict[str, DrafterConfig]:
+    """All that there are, by name."""
+    config = DrafterConfig("dflash", model=chosen.drafter_model, budget=chosen.most)
+    found = {"plain": DrafterConfig(), "chain": replace(config, shape="chain", budget=config.block - 1)}
+    found |= {f"tree of {nodes}": replace(config, budget=nodes) for nodes in map(int, chosen.budgets.split(","))}
+    found["auto"] = replace(config, width="auto")
     return found
 
 
-@dataclass
-class Found:
-    """Of one way with so many streams, one value a visit: tokens per second, per processor second and per round."""
+def texts(chosen: argparse.Namespace) -> list[list[int]]:
+    """Stretches of held-out modules."""
+    checked = plan(EngineConfig(chosen.model))
+    tokenizer = find_tokenizer(checked.config, checked.model.vocab_size, needed=True)
+    assert tokenizer is not None
+    return [ids for _, ids in prompts(corpus.read(None).held_out, tokenizer, _PROMPTS, chosen.prompt_tokens, 0)]
 
-    clock: list[float] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
-    rounds: list[float] = field(default_factory=list)
 
-    def add(self, url: str, engine: psutil.Process, streams: int, texts: Path, tokens: int) -> None:
-        """One more visit."""
-        before = _busy(engine)
-        found = load(url, streams, texts, tokens)
-        self.clock.append(found["tokens_per_second"])
-        self.busy.append(found["tokens"] / (_busy(engine) - before))
-        self.rounds.append(found["tokens_per_round"])
-
-    def line(self, plain: Found) -> list[object]:
-        """Of the table."""
-        line: list[object] = [f"{median(self.rounds):.2f}"]
-        for own, others in ((self.clock, plain.clock), (self.busy, plain.busy)):
-            times = [rate / other for rate, other in zip(own, others, strict=True)]
-            line += [median(own), f"{median(times):.2f} ({min(times):.2f}-{max(times):.2f})"]
-        return line
+def compare(loads: Mapping[str, Load], streams: int, chosen: argparse.Namespace) -> None:
+    """Run so many streams each way, and print what came of it."""
+    for load in loads.values():
+        load.begin(streams)
+        load.run(streams * chosen.warm)
+        load.forget()
+    left, tokens = list(loads.values()), chosen.answers * (1 + streams // 8) * chosen.tokens
+    while left:
+        left = [load for load in left if not load.run(tokens, chosen.slice)]
+    best = max(load.rate for name, load in loads.items() if name != "auto" or len(loads) == 1)
+    print(f"\n{table((f'{streams} streams', *HEADS), [(name, *load.line(best)) for name, load in loads.items()])}")
+    if "auto" in loads:
+        print(table(WHY, [loads["auto"].why()]), flush=True)
+    for load in loads.values():
+        load.end()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--visits", type=int, default=5, help="of each way (default 5)")
-    parser.add_argument("--streams", default="32,8,1", help="at once (default 32,8,1)")
+    parser.add_argument("--model", default="pair", help="a folder, or the model that ships (default: pair)")
+    parser.add_argument("--drafter-model", default="pair", metavar="DIR", help="of its drafter (default: pair)")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="(default cpu)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default float32)")
+    parser.add_argument("--streams", default="1,8,32", help="texts at once (default 1,8,32)")
+    parser.add_argument("--budgets", default="4,8,16", help="of trees (default 4,8,16)")
+    parser.add_argument("--most", type=int, default=16, help="budget of auto (default 16)")
+    parser.add_argument("--ways", default="", help="only these, such as plain,auto")
+    parser.add_argument("--answers", type=int, default=24, help="texts of each way (default 24)")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer (default 96)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of each prompt (default 64)")
-    parser.add_argument("--before", type=Path, help="another checkout of kdtp")
-    return parser.parse_args(arguments)
+    parser.add_argument("--warm", type=int, default=48, help="tokens of each stream before it counts (default 48)")
+    parser.add_argument("--slice", type=float, default=0.4, help="seconds of a turn (default 0.4)")
+    parser.add_argument("--kv-tokens", type=int, default=1 << 14, help="rows of KV cache (default 16384)")
+    chosen = parser.parse_args(arguments)
+    chosen.ways = chosen.ways.split(",") if chosen.ways else []
+    if wrong := set(chosen.ways) - ways(chosen).keys():
+        parser.error(f"--ways {', '.join(sorted(wrong))}: must be among {', '.join(ways(chosen))}")
+    return chosen
 
 
 def main() -> None:
     chosen = parse()
-    streams = [int(part) for part in chosen.streams.split(",")]
-    ways = {name: (flags, ROOT) for name, flags in WAYS.items()}
-    if chosen.before is not None:
-        ways["auto before"] = (WAYS["auto"], chosen.before.resolve())
-    found: defaultdict[tuple[int, str], Found] = defaultdict(Found)
-    with tempfile.TemporaryDirectory() as folder:
-        texts = Path(folder) / "code.jsonl"
-        write_prompts(texts, max(REQUESTS.get(n, 2 * n) for n in streams), chosen.prompt_tokens)
-        for visit in range(chosen.visits):
-            for name, (flags, checkout) in ways.items():
-                print(f"{visit + 1}/{chosen.visits}  {name}", file=sys.stderr, flush=True)
-                with server(flags, checkout) as (url, engine):
-                    for n in streams:
-                        found[n, name].add(url, engine, n, texts, chosen.tokens)
+    clock, began = time.perf_counter, time.perf_counter()
+    if chosen.device == "cpu":
+        clock = time.process_time
+        coordinator.time = engine_widths.time = SimpleNamespace(perf_counter=clock)  # type: ignore[attr-defined]
+    base = EngineConfig(
+        chosen.model,
+        device=chosen.device,
+        dtype=chosen.dtype,
+        max_batch=max(map(int, chosen.streams.split(","))),
+        prefix_cache=False,
+        kv_tokens=chosen.kv_tokens,
+    )
+    prompted, loads = texts(chosen), {}
+    for name, drafter in ways(chosen).items():
+        if chosen.ways and name not in chosen.ways:
+            continue
+        loads[name] = Load(replace(base, drafter=drafter), prompted, chosen.tokens, clock)
+        print(f"{time.perf_counter() - began:.1f} s: {name} is ready", file=sys.stderr, flush=True)
     print(machine())
-    heads = ("streams, way", "tokens/round", "tokens/s", "of plain", "tokens/cpu s", "of plain")
-    lines = [(f"{n:3} {name}", *found[n, name].line(found[n, "plain"])) for n in sorted(streams) for name in ways]
-    print(table(heads, lines))
+    for streams in map(int, chosen.streams.split(",")):
+        compare(loads, streams, chosen)
+        print(f"{time.perf_counter() - began:.1f} s: {streams} streams", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
