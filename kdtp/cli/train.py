@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def run(chosen: argparse.Namespace) -> int:
         raise ConfigError("matplotlib is missing: pip install 'kdtp[train]'") from None
     from kdtp.train import run as training
     from kdtp.train.loop import Interrupted
+    from kdtp.train.state import CHECKPOINT
 
     for name in ("checkpoint_every", "evaluate_every"):
         _want(getattr(chosen, name) >= 1, name, getattr(chosen, name), "at least 1")
@@ -82,10 +84,9 @@ def run(chosen: argparse.Namespace) -> int:
     try:
         training.target(options) if is_target else training.drafter(options, chosen.target)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise ConfigError(
-            f"{error.filename or chosen.out}: {why}; a run that began goes on from its last checkpoint"
-        ) from None
+        problem = f"{error.filename or chosen.out}: {(error.strerror or str(error)).lower()}"
+        begun = os.path.isfile(options.training / CHECKPOINT)
+        raise ConfigError(problem + ("; the same command goes on from the checkpoint" if begun else "")) from None
     except Interrupted as stopped:
         print(f"kdtp train: {stopped}", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -55,6 +55,8 @@ class Corpus:
 def read(root: Path | None = None) -> Corpus:
     """The *.py files below `root`; None: those of the running interpreter's standard library, its tests included."""
     root = root or Path(sysconfig.get_path("stdlib"))
+    if not root.is_dir():
+        raise ConfigError(f"{root}: must be a folder, of Python source")
     corpus = Corpus(root, tuple(_documents(root)))
     for part, documents in (("train on", corpus.train), ("hold out", corpus.held_out)):
         size = sum(len(document.text) for document in documents)

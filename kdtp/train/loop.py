@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kdtp.config import ConfigError
 from kdtp.train import state
 from kdtp.train.config import TrainConfig
 from kdtp.train.journal import Journal
@@ -93,7 +94,7 @@ class Loop:
     def __init__(self, job: Job, train: TrainConfig, limits: Limits, out: Path, seed: int, key: str) -> None:
         self._job, self._train, self._limits, self._seed, self._key = job, train, limits, seed, key
         self._optimiser = _optimiser(job.module, train, job.device)
-        self._path = out / "checkpoint.safetensors"
+        self._path = out / state.CHECKPOINT
         self._best: dict[str, Tensor] = {}
         self.progress = Progress()
         if self._path.exists():
@@ -103,8 +104,8 @@ class Loop:
         self._stop = False
 
     def run(self, screen: Screen) -> None:
-        """Train to the end, and leave the best weights in the module. Raises Interrupted, RuntimeError for a loss that
-        is no number."""
+        """Train to the end, and leave the best weights in the module. Raises Interrupted, ConfigError for a loss that
+        is no number, OSError for what cannot be written."""
         begun = time.monotonic() - self.progress.seconds
         with self._signals():
             while (part := self._part()) < 1.0:
@@ -152,16 +153,21 @@ class Loop:
         first = self.progress.step - len(losses) + 1
         self._losses.clear()
         for step, loss in enumerate(losses, first):
-            if not math.isfinite(loss):
-                raise RuntimeError(f"step {step}: the loss is {loss}; try a lower learning_rate")
+            self._want_finite(step, "loss", loss)
         self.journal.losses(first, losses)
         screen.show(self.progress.step, self._part(), losses[-1], self.progress.seconds, self._job.tokens)
+
+    def _want_finite(self, step: int, what: str, loss: float) -> None:
+        if not math.isfinite(loss):
+            rate = self._train.learning_rate
+            raise ConfigError(f"step {step}: the {what} is {loss}; try a learning_rate below {rate:g}", "learning_rate")
 
     @torch.no_grad()
     def _evaluate(self, screen: Screen) -> None:
         self._flush(screen)
         self._job.module.eval()
         figures = self._job.evaluate()
+        self._want_finite(self.progress.step, "held-out loss", figures["loss"])
         self.progress.evaluated = self.progress.step
         self.journal.held_out(self.progress.step, self.progress.seconds, figures)
         screen.held_out(self.progress.step, figures)

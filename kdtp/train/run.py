@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from torch import Tensor
 from kdtp.config import ConfigError
 from kdtp.draft.dflash import config as dflash
 from kdtp.model.weights import safetensors
+from kdtp.model.weights.hf import SINGLE
 from kdtp.text import tokenizer as tokenizers
 from kdtp.text.tokenizer import Tokenizer
-from kdtp.train import bpe, card, config, corpus, drafter_folder, folder
+from kdtp.train import bpe, card, config, corpus, drafter_folder, folder, state
 from kdtp.train.config import RECIPES, DrafterTrain, TargetTrain, TrainConfig
 from kdtp.train.drafter import Drafter
 from kdtp.train.job_drafter import DrafterJob
@@ -66,8 +68,7 @@ def target(options: Options) -> None:
     positions = model.config.max_position_embeddings
     if train.seq > positions:
         raise ConfigError(f"train.seq = {train.seq}: must be at most max_position_embeddings, {positions}", "seq")
-    options.training.mkdir(parents=True, exist_ok=True)
-    with Screen("target") as screen:
+    with _place(options), Screen("target") as screen:
         tokens = _tokenizer(options.out, text, model.config.vocab_size, screen)
         ids, held_out = corpus.encode(text.train, tokens), corpus.encode(text.held_out, tokens)
         screen.say(f"{len(ids):,} tokens to train on, {len(held_out):,} held out")
@@ -90,6 +91,8 @@ def target(options: Options) -> None:
 
 def drafter(options: Options, target_folder: Path) -> None:
     """Train a drafter for the target of a folder; errors as above."""
+    if options.out.resolve() == target_folder.resolve():
+        raise ConfigError(f"--out = {options.out}: is the target's folder: must be another")
     recipe, train = config.read(options.recipe, DrafterTrain, options.changes)
     device = _device(options.device)
     model = folder.load(target_folder).to(device)
@@ -103,9 +106,8 @@ def drafter(options: Options, target_folder: Path) -> None:
         raise ConfigError(f"train.seq = {train.seq}: must be {legal} with this target and block", "seq")
     torch.manual_seed(options.seed)
     trained = Drafter(network).to(device)
-    options.training.mkdir(parents=True, exist_ok=True)
     key = [values, _digest(_all(model))]
-    with Screen(f"drafter v{network.version}") as screen:
+    with _place(options), Screen(f"drafter v{network.version}") as screen:
         samples, held_out = _samples(options, train, model, tokens, screen)
         job = DrafterJob(trained, model, train, samples, held_out)
         loop = _run(job, train, options, samples.numel(), [*key, _digest(samples.cpu().numpy())], screen)
@@ -119,6 +121,16 @@ def drafter(options: Options, target_folder: Path) -> None:
             {"target": target_folder.name, "texts of the target": f"{len(samples)} of {train.seq} tokens"}
             | _run_facts(train, loop, job),
         )
+
+
+@contextmanager
+def _place(options: Options) -> Iterator[None]:
+    """Make and hold the folder. ConfigError if a model is there that no run could go on with: it would be lost."""
+    if (options.out / SINGLE).exists() and not (options.training / state.CHECKPOINT).exists():
+        raise ConfigError(f"--out = {options.out}: has a {SINGLE}, of no run to go on with; must be a folder without")
+    options.training.mkdir(parents=True, exist_ok=True)
+    with state.alone(options.training):
+        yield
 
 
 def _device(name: str) -> torch.device:
@@ -145,6 +157,8 @@ def _samples(
     key = {"seq": train.seq, "prompt": train.prompt, "samples": train.samples, "temperatures": train.temperatures}
     name = config.digest(key, options.seed, _digest(_all(model)))
     if not path.exists() or name not in safetensors.File(path).tensors:
+        if path.exists() and (checkpoint := options.training / state.CHECKPOINT).exists():
+            raise state.another(checkpoint)  # before hours are spent, and its texts lost
         screen.say(f"the target writes {train.samples:,} texts of {train.seq} tokens")
         parts = ((text.train, train.samples, options.seed), (text.held_out, _HELD_OUT, options.seed + 1))
         made = []

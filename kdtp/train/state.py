@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from kdtp.config import ConfigError
 from kdtp.model.weights import safetensors
 
+CHECKPOINT = "checkpoint.safetensors"
 _PLAIN = "state.json"  # among the tensors: bytes
 
 
@@ -31,10 +34,26 @@ def read(path: Path, key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ConfigError(f"{path}: is no checkpoint of a training run: it has no {_PLAIN}")
     plain = json.loads(file.read(_PLAIN).tobytes())
     if plain.get("key") != key:
-        raise ConfigError(
-            f"{path}: is of a run with another recipe, seed, size of batch, text or target: go on with those, or take"
-            " another --out"
-        )
+        raise another(path)
     tensors = {name: torch.from_numpy(file.read(name)) for name in file.tensors if name != _PLAIN}
     file.close()
     return tensors, plain
+
+
+def another(path: Path) -> ConfigError:
+    """What to raise for a file of a run that is not the one which is asked for."""
+    return ConfigError(
+        f"{path}: is of a run with another recipe, seed, size of batch, text or target: go on with those, or take"
+        " another --out"
+    )
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run, as long as the process lives. ConfigError while another one does."""
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder}: another process is training here; take another --out, or wait") from None
+        yield

@@ -168,7 +168,10 @@ def test_a_killed_run_and_a_full_disk_lose_one_interval(
         _at_step(patch, TargetJob, 7, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1])))
         assert cases.train("target", out, *given) == 2
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"kdtp train: {checkpoint}: file too large; a run that began goes on" in capsys.readouterr().err
+    assert (
+        f"kdtp train: {checkpoint}: file too large; the same command goes on from the checkpoint"
+        in capsys.readouterr().err
+    )
     assert _step(checkpoint) == 12 and not list(checkpoint.parent.glob("*.part"))
 
     with monkeypatch.context() as patch:
@@ -207,6 +210,30 @@ def test_a_checkpoint_of_another_run_is_refused(target: Path, place: Path, capsy
     assert "is of a run with another recipe, seed" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_for_this_run(target: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No model is lost to a wrong --out, and two processes never write one run."""
+    other = place / "published"
+    other.mkdir()
+    shutil.copy(target / "model.safetensors", other)
+    assert cases.train("target", other, *flags(place)) == 2
+    assert f"--out = {other}: has a model.safetensors, of no run to go on with" in capsys.readouterr().err
+    assert cases.train("drafter", target, *drafter_flags(place, target, 1)) == 2
+    assert f"--out = {target}: is the target's folder: must be another" in capsys.readouterr().err
+    with state.alone(target / "training"):
+        assert cases.train("target", target, *flags(place)) == 2
+    assert "another process is training here" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number(
+    target: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loss = TargetJob.loss
+    monkeypatch.setattr(TargetJob, "loss", lambda self, generator: loss(self, generator) * float("nan"))
+    assert cases.train("target", place / "nan", *flags(place)) == 2
+    assert "step 1: the loss is nan; try a learning_rate below 0.003" in capsys.readouterr().err
+    assert not (place / "nan" / "training" / "checkpoint.safetensors").exists()
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_trained_drafter_drafts_for_its_target(
     target: Path, place: Path, version: int, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +250,9 @@ def test_a_trained_drafter_drafts_for_its_target(
         assert cases.train("drafter", folder_, *given, "--checkpoint-every", 10) == 0
     assert cases.losses(out) == cases.losses(whole) and max(cases.losses(out)) == 20
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    texts = (out / "training" / "samples.safetensors").read_bytes()
+    assert cases.train("drafter", out, *given, "--seed", "1") == 2  # and the texts of the run there are not lost
+    assert (out / "training" / "samples.safetensors").read_bytes() == texts
     assert min(cases.losses(out).values()) < max(cases.losses(out).values()) - 0.1
     assert f"version {version}" in (out / "MODEL_CARD.md").read_text()
     tokens = tokenizer.load(target)
@@ -244,6 +274,7 @@ def test_bad_input_is_refused_before_training(place: Path, target: Path, capsys:
     odd = cases.write_recipe(place / "odd.json", {**cases.TARGET, "train": {**cases.TARGET["train"], "batsh": 3}})
     for given, said in (
         (["--corpus", empty], "0 characters of Python source to train on: must be at least 1000"),
+        (["--corpus", empty / "none"], "empty/none: must be a folder, of Python source"),
         (["--recipe", wrong], "n_group = 2: a model to train has"),
         (["--recipe", odd], "batsh"),
         (["--recipe", empty / "none.json"], "none.json: no such file"),
