@@ -139,13 +139,20 @@ def ways(drafters: Mapping[str, DrafterConfig], budgets: Sequence[int], block: i
 
 @dataclass(frozen=True)
 class Bench:
-    """An engine without its drafter, prompts, and the texts to write: `tokens` long, prompt i with seed + i."""
+    """An engine without its drafter, prompts, and the texts to write: `tokens` long, prompt i with seed + i.
+
+    ValueError as of SamplingParams.
+    """
 
     config: EngineConfig
     prompts: Sequence[Sequence[int]]
     temperatures: Sequence[float]
     tokens: int
     seed: int
+
+    def __post_init__(self) -> None:
+        for temperature in self.temperatures:  # refused before anything is measured
+            self._params(len(self.prompts), temperature, self.tokens)
 
     def run(self, ways: Sequence[Way], tell: Callable[[Way], object]) -> Iterator[Point]:
         """Measure each way, the first one plain, at all temperatures; tell: called before each. Errors as of Engine."""

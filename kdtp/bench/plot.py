@@ -1,4 +1,4 @@
-"""Figures as a PNG, by matplotlib (extra `bench`)."""
+"""Figures as a PNG, by matplotlib (extra `bench`). ValueError where there is none, or for what cannot be written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kdtp import files
 from kdtp.bench.figures import gaps
 from kdtp.bench.load import Record
 
@@ -23,7 +24,7 @@ def load_picture(path: Path, title: str, records: Sequence[Record], figures: Map
     depths = figures["acceptance_by_depth"]
     axes[1][1].bar(range(1, len(depths) + 1), depths, color=_COLOURS["draft"])
     axes[1][1].set(xlabel="depth", ylabel="accepted / drafted", ylim=(0, 1))
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def context_picture(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> None:
@@ -38,7 +39,7 @@ def context_picture(path: Path, title: str, points: Sequence[Mapping[str, Any]])
     axes[2].stackplot(lengths, rows, labels=stages, colors=[_COLOURS[stage] for stage in stages])
     axes[2].set(xlabel="context, tokens", ylabel="ms per round", ylim=(0, None))
     axes[2].legend(loc="upper left")
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def _page(title: str, rows: int, columns: int) -> tuple[Any, Any]:
@@ -49,6 +50,15 @@ def _page(title: str, rows: int, columns: int) -> tuple[Any, Any]:
     figure = Figure(figsize=(5 * columns, 3.6 * rows), layout="constrained", dpi=120)
     figure.suptitle(title)
     return figure, figure.subplots(rows, columns)
+
+
+def _save(figure: Any, path: Path) -> None:
+    """ValueError that names the file if it cannot be written."""
+    try:
+        with files.replacing(path) as file:
+            figure.savefig(file, format="png")
+    except OSError as error:
+        raise ValueError(f"--png {error.filename or path}: {(error.strerror or str(error)).lower()}") from None
 
 
 def _shares(axis: Any, values: Sequence[float], label: str) -> None:
@@ -88,4 +98,4 @@ def accept_picture(path: Path, title: str, points: Sequence[Mapping[str, Any]]) 
             axis.set_xscale("log", base=2)
             axis.set(xlabel="budget, nodes", ylabel=f"{key.replace('_', ' ')}, T = {temperature:g}", ylim=(0, None))
     axes.flat[0].legend(fontsize="small")
-    figure.savefig(path)
+    _save(figure, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -39,10 +40,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Measure; exit code 1 if a request failed."""
-    if chosen.png is not None and not chosen.png.parent.is_dir():
-        raise ValueError(f"--png {chosen.png}: there is no folder {chosen.png.parent}")
+    if chosen.png is not None:
+        _check_png(chosen.png)
     code: int = chosen.bench(chosen)
     return code
+
+
+def _check_png(path: Path) -> None:
+    """Before anything is measured."""
+    if not path.parent.is_dir():
+        raise ValueError(f"--png {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"--png {path}: is a folder; must be a file")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--png {path}: the folder {path.parent} cannot be written to")
 
 
 def _add_plain(parser: argparse.ArgumentParser) -> None:
@@ -101,14 +112,14 @@ def _serve(chosen: argparse.Namespace) -> int:
         print(f"kdtp bench: {error}", file=sys.stderr)
         return bench_context.EXIT_ENGINE
     found = summary(records)
-    if chosen.png is not None:
-        from kdtp.bench.plot import load_picture
-
-        load_picture(chosen.png, f"{load.model}: {_named(load)}", records, found)
     if chosen.json:
         print(json.dumps({"model": load.model, "load": _named(load), **found}))
     else:
         _show_load(load, found)
+    if chosen.png is not None:
+        from kdtp.bench.plot import load_picture
+
+        load_picture(chosen.png, f"{load.model}: {_named(load)}", records, found)
     return EXIT_FAILED if found["failed"] else 0
 
 

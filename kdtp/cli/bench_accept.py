@@ -106,16 +106,16 @@ def run(chosen: argparse.Namespace) -> int:
     name, tp = Path(getattr(chosen, "engine.model")).name, checked.config.tp
     kind = "chat prompts" if chosen.chat else "prompts"
     title = f"{name}, tp {tp}: {len(names)} {kind} of {chosen.prompt_tokens} tokens, {chosen.max_tokens} behind each"
-    if chosen.png is not None:
-        from kdtp.bench.plot import accept_picture
-
-        accept_picture(chosen.png, title, found)
     if chosen.json:
         print(
             json.dumps({"model": name, "tp": tp, "chat": chosen.chat, "block": block, "files": names, "points": found})
         )
     else:
         _show(title, found)
+    if chosen.png is not None:
+        from kdtp.bench.plot import accept_picture
+
+        accept_picture(chosen.png, title, found)
     return 0 if all(point["equal_to_plain"] == point["prompts"] for point in found) else EXIT_PARTED
 
 

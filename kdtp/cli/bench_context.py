@@ -57,13 +57,13 @@ def run(chosen: argparse.Namespace) -> int:
         return EXIT_ENGINE
     figures = [point.figures() for point in points]
     name = Path(checked.config.model).stem
+    if chosen.json:
+        print(json.dumps({"model": name, "points": figures}))
     if chosen.png is not None:
         from kdtp.bench.plot import context_picture
 
         title = f"{name}: drafter {checked.config.drafter.name}, tp {checked.config.tp}"
         context_picture(chosen.png, title, figures)
-    if chosen.json:
-        print(json.dumps({"model": name, "points": figures}))
     return 0
 
 

@@ -176,11 +176,22 @@ def test_an_engine_that_dies_is_told(corpus, capsys, monkeypatch):
         (["--model", str(TINY), "--drafter", "dflash=pair"], "vocab_size = 3072: the model's is 512"),
         (["--model", str(TINY)], "no tokenizer; looked for"),
         (["--png", "/nonexistent/a.png"], "there is no folder /nonexistent"),
+        (["--png", "/tmp"], "--png /tmp: is a folder; must be a file"),
+        (["--temperatures", "0,3", "--corpus", "CORPUS", *SMALL], "temperature = 3.0: must be"),
     ],
 )
-def test_refusals(flags, words, capsys):
+def test_refusals(flags, words, corpus, capsys):
+    flags = [str(corpus) if flag == "CORPUS" else flag for flag in flags]
     assert main(["bench", "accept", *flags]) == 2
-    assert words in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert words in error and "AR" not in error  # before anything is measured
+
+
+def test_a_picture_that_cannot_be_written_loses_no_figures(corpus, capsys):
+    flags = [*SMALL, "--corpus", str(corpus), "--drafter", "ngram", "--temperatures", "0", "--png", "/proc/x.png"]
+    assert main(["bench", "accept", *flags]) == 2
+    out, error = capsys.readouterr()
+    assert "6 of 6 texts are plain decoding's" in out and "--png /proc/x.png" in error
 
 
 @pytest.mark.parametrize(
