@@ -46,6 +46,13 @@ __device__ __forceinline__ uint4 load_16(const void* from, bool present) {
   return v;
 }
 
+// Eight bfloat16 times a power of two.
+__device__ __forceinline__ void scale_16(uint4& values, float scale) {
+  auto* const pairs = reinterpret_cast<__nv_bfloat162*>(&values);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] = __hmul2(pairs[i], __float2bfloat162_rn(scale));
+}
+
 // A block of 32 inputs as A fragments of its two steps; `low` and `high` are of outputs g and g + 8, from input 8 t on.
 // `zero` is 0, but the compiler must not know: where it sees mere copies, it makes new ones for every product, at the
 // price of a third of all instructions and registers.

@@ -19,7 +19,7 @@ struct Moe {
   void* out;     // [rows, hidden] T
   int* count;    // [1]: items; null: no list of items, each pair is one
   int* items;    // [items_most, kItemHead + tile]
-  void* inner;   // [rows * topk, inter] T: silu(gate) * up
+  void* inner;   // [rows * topk, inter] T: silu(gate) * up, on tensor cores times the weights' kRowScale
   float* parts;  // [rows * topk, hidden]: what each pair adds, without its weight
   int rows, hidden, inter, experts, topk, tile;
   int items_most;  // that there can be

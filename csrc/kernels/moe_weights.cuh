@@ -8,6 +8,8 @@ namespace kdtp {
 // bfloat16 [.., in], from a step on. `row` counts the outputs of all experts; it is a multiple of 16.
 struct DenseWeights {
   static constexpr int kStep = kBlock;  // inputs of one load
+  static constexpr int kRowsOfSet = kInt4Outs;  // of memory, each as long as all inputs: 16 outputs one below the other
+  static constexpr float kRowScale = 1.0f, kLowScale = 1.0f, kHighScale = 1.0f;  // see Int4Weights
   struct Held {
     uint4 low, high;
   };
@@ -40,19 +42,27 @@ struct DenseWeights {
   };
 };
 
-// Nibbles j and j + 4 of a word in the halves of a[j], each as the bfloat16 128 + n: a nibble n set into the low bits of
-// 128. The weight is n - 8; 136 times the sum of the inputs is taken off elsewhere (Int4Weights::Start).
+// Nibbles j and j + 4 of a word in the halves of a[j], where they stand: a bfloat16 below 2^-125 is its lower eight bits
+// times 2^-133, so a nibble n is n * 2^-133 as a half's lowest four bits and 16 times that as the next. One shift does
+// for eight weights; with any exponent there is room for four bits only, and it takes three.
 __device__ __forceinline__ void widen(uint32_t word, uint32_t (&a)[4]) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j)  // (word >> 4 * j & 0x000f000f) | 0x43004300, in one instruction beside the shift
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(a[j]) : "r"(word >> 4 * j), "r"(0x000f000fu), "r"(0x43004300u));
+  const uint32_t lower = 0x000f000fu, upper = 0x00f000f0u;
+  a[0] = word & lower, a[1] = word & upper;
+  a[2] = word >> 8 & lower, a[3] = word >> 8 & upper;
 }
 
 // INT4 with a bfloat16 scale for every 32 inputs, as moe_repack lays them out. The scale is put on the float32 sum over
 // its 32 inputs: weights stay exact. A kernel is bound by its instructions long before the tensor cores have enough to
-// do, so they take the offset off, too: one product more for what would be a subtraction for each two weights.
+// do, so they take the nibbles' offset of 8 off, too: one product more for what would be a subtraction for each two
+// weights.
+//
+// Weights are as small as widen() makes them, 16 times larger for output g + 8 than for g. Inputs times kRowScale keep
+// the products within float32; kLowScale and kHighScale undo both at the end. All are powers of two: nothing is lost of
+// inputs between 2^-57 and 2^63.
 struct Int4Weights {
   static constexpr int kStep = kInt4Ins;
+  static constexpr int kRowsOfSet = 1;  // 16 outputs side by side
+  static constexpr float kRowScale = 0x1p64f, kLowScale = 0x1p69f, kHighScale = 0x1p65f;
   struct Held {
     uint4 w;
     uint2 scales;
@@ -73,12 +83,12 @@ struct Int4Weights {
 
   __device__ void advance(int steps) { w += steps * 32, scales += steps * 8; }
 
-  // What the sums of a block begin with: -136 times the sum of its inputs, the same for all outputs.
+  // What the sums of a block begin with: -8 times the sum of its inputs, in the units of either output.
   struct Start {
     float part[4];
 
     __device__ explicit Start(const uint4& x) {
-      const uint32_t offset[4] = {0xc308c308u, 0xc308c308u, 0xc308c308u, 0xc308c308u};
+      const uint32_t low = 0x80088008u, high = 0x80808080u, offset[4] = {low, high, low, high};
       mma_m16n8k16_first(part, offset, x.x, x.y);
       mma_m16n8k16(part, offset, x.z, x.w);
     }

@@ -169,11 +169,9 @@ extern "C" int kdtp_moe(const KdtpMoeArgs* a) {
     assign.block = dim3(1024);
     if (const int code = kdtp::launch(kdtp::moe_assign_kernel, assign, a->stream, p)) return code;
   }
-  // Few rows keep the device less busy than what makes `add`: then it is in the way of the experts (H200, 8 and 16 rows).
-  const bool first = a->rows <= 8;
-  if (const int code = first ? wait_for_add(a) : 0) return code;
+  // What makes `add` would take the experts' places on the device, and some of their blocks would start late.
+  if (const int code = wait_for_add(a)) return code;
   if (const int code = run_experts(a, p)) return code;
-  if (const int code = first ? 0 : wait_for_add(a)) return code;
   return a->dtype == KDTP_F32 ? run_sum<float>(p, a->stream) : run_sum<__nv_bfloat16>(p, a->stream);
 }
 
