@@ -1,4 +1,4 @@
-// MLA tree attention: what the tensor-core kernel has to do, as jobs, and the warp that finds them and fetches keys.
+// MLA tree attention: what the tensor-core kernel has to do, as jobs, and the warps that find them and fetch keys.
 //
 // 8 heads of a row make a group: the 8 columns of one product. Splits that lie wholly in what several rows of a
 // sequence see, with every key stored at its position, are shared: one job does them for a tile of groups. The rest of
@@ -17,7 +17,9 @@ constexpr int kColumnsMost = 8 * kGroupsMost;
 constexpr int kJobs = 2;      // a job is found while the one before it is done
 constexpr int kScorers = 4;   // warps: scores, a quarter of the inner dimension each
 constexpr int kWeighers = 8;  // warps: softmax and weighted sums, an eighth of the columns and of the latent each
-constexpr int kThreads = 32 * (kScorers + kWeighers + 1);
+constexpr int kFetchers = 2;  // warps: copies of keys, half a block's each
+constexpr int kFetched = kBlock / kFetchers;  // keys, a lane each
+constexpr int kThreads = 32 * (kScorers + kWeighers + kFetchers);
 
 template <int kLora_, int kRope_> struct Shape {
   static constexpr int kLora = kLora_;
@@ -108,11 +110,16 @@ __device__ __forceinline__ Tile shared_tile(const Problem& p, int base, int spli
   return {base, __ballot_sync(0xffffffffu, shared > split), until};
 }
 
-// The warp that finds jobs and fetches keys. It is ahead of the others by as many blocks as there are stages.
+// The warps that find jobs and fetch keys, ahead of the others by as many blocks as there are stages. All of them go
+// through all jobs; the first posts these, and each copies its own keys: the copies of a warp's lanes start one after
+// the other, some 50 cycles each, too slow for a single warp to keep up with the products.
 template <class S, int kStages> class Fetcher {
  public:
   __device__ Fetcher(const Problem& problem, Shared<S, kStages>& shared)
-      : problem_(problem), shared_(shared), lane_(threadIdx.x % 32) {}
+      : problem_(problem),
+        shared_(shared),
+        lane_(threadIdx.x % 32),
+        first_((threadIdx.x / 32 - kScorers - kWeighers) * kFetched) {}
 
   // Items: the open ones, then those of tiles that begin on an aligned group, then those of tiles that begin with a
   // sequence; a tile has one for each split that any row may share, or one for all of them if they are folded. They go
@@ -191,12 +198,13 @@ template <class S, int kStages> class Fetcher {
         wait_for_kernel_before();
         waited_ = true;
       }
-      fetch(from, min(kBlock, end - at));
+      fetch(from, max(0, min(kFetched, end - at - first_)));
       from = look_up(row, at + kBlock, end);
     }
   }
 
   __device__ void post(const Tile& tile, int begin, int end, int slot, bool folded) {
+    if (first_ > 0) return;
     barrier_wait(&shared_.job_empty[jobs_.at()], jobs_.parity() ^ 1);
     Job& job = shared_.jobs[jobs_.at()];
     job.places[lane_] = place_of(tile, lane_);
@@ -222,16 +230,17 @@ template <class S, int kStages> class Fetcher {
 
   // Cache row of this lane's key; -1 behind the last visible one.
   __device__ int look_up(const Row& row, int at, int end) const {
-    return at + lane_ < end ? row.cache_row(at + lane_) : -1;
+    const int key = at + first_ + lane_;
+    return lane_ < kFetched && key < end ? row.cache_row(key) : -1;
   }
 
-  // One block of keys, a row a lane, of which `count` are there; zeros for the others, which no one may read.
+  // This warp's part of a block, a key a lane, of which `count` are there; zeros for the others, which no one may read.
   __device__ void fetch(int from, int count) {
     constexpr int kBytes = S::kWidth * sizeof(__nv_bfloat16);
     static_assert(kBytes % 16 == 0 && S::kStride * 2 % 16 == 0, "copy_bulk");
     barrier_wait(&shared_.empty[stages_.at()], stages_.parity() ^ 1);
-    __nv_bfloat16* to = shared_.keys[stages_.at()] + lane_ * S::kStride;
-    if (from < 0) {
+    __nv_bfloat16* to = shared_.keys[stages_.at()] + (first_ + lane_) * S::kStride;
+    if (from < 0 && lane_ < kFetched) {
       for (int i = 0; i < S::kWidth; i += 8) *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
       fence_before_copy();  // a later copy comes to the same place
     }
@@ -244,8 +253,8 @@ template <class S, int kStages> class Fetcher {
 
   const Problem& problem_;
   Shared<S, kStages>& shared_;
-  const int lane_;
-  int turns_;  // items of a tile
+  const int lane_, first_;  // first_: key of a block that this warp copies
+  int turns_;               // items of a tile
   bool waited_ = false;
   Ring<kStages> stages_;
   Ring<kJobs> jobs_;

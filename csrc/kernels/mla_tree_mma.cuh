@@ -3,7 +3,7 @@
 // Keys are on the 16-side of the product and query columns on the 8-side: S^T = K Q^T, O^T = V^T P^T. A column is one
 // head of one row; a row's 8 heads fill the 8-side, so that a single row wastes nothing, and no column's arithmetic
 // depends on what other columns are there, or whether there are any. Other warps make the scores of a block while the
-// one before it is weighed, and another fetches keys ahead of them all: they wait for each other's data only.
+// one before it is weighed, and others fetch keys ahead of them all: they wait for each other's data only.
 #pragma once
 #include "mla_tree_score.cuh"
 #include "mla_tree_weigh.cuh"
@@ -27,7 +27,7 @@ __device__ __forceinline__ void consume(const Problem& problem, Shared<S, kStage
 
 template <class S, int kStages> __device__ __forceinline__ void init_barriers(Shared<S, kStages>& shared) {
   for (int i = 0; i < kStages; ++i) {
-    barrier_init(&shared.full[i], kWarpArrivals);
+    barrier_init(&shared.full[i], kFetchers * kWarpArrivals);
     barrier_init(&shared.empty[i], (kScorers + kWeighers) * kWarpArrivals);
   }
   barrier_init(&shared.parts_full, kScorers * kWarpArrivals);
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
   __syncthreads();
   let_kernel_behind_start();
   const int warp = threadIdx.x / 32;
-  if (warp == kScorers + kWeighers) return Fetcher<S, kStages>(problem, shared).run();  // which waits later
+  if (warp >= kScorers + kWeighers) return Fetcher<S, kStages>(problem, shared).run();  // which waits later
   wait_for_kernel_before();
   if (warp < kScorers) consume<Scorer, S, kStages>(problem, shared);
   else consume<Weigher, S, kStages>(problem, shared);
