@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kdtp import pair
 from kdtp.config import DEVICES, ConfigError
 
 EXIT_INTERRUPTED = 130
@@ -29,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add(target)
     drafter = kinds.add_parser("drafter", help="a DFlash drafter for such a target")
-    drafter.add_argument("--target", type=Path, required=True, metavar="DIR", help="the target's folder")
+    drafter.add_argument("--target", required=True, metavar="DIR", help="the target's folder, or pair: the shipped one")
     drafter.add_argument("--version", type=int, choices=(1, 2), default=2, help="of DFlash (default 2)")
     drafter.add_argument("--samples", type=int, metavar="N", help="texts that the target writes to learn from")
     _add(drafter)
@@ -82,7 +83,7 @@ def run(chosen: argparse.Namespace) -> int:
         command=_command(chosen),
     )
     try:
-        training.target(options) if is_target else training.drafter(options, chosen.target)
+        training.target(options) if is_target else training.drafter(options, pair.target(chosen.target))
     except OSError as error:
         problem = f"{error.filename or chosen.out}: {(error.strerror or str(error)).lower()}"
         begun = os.path.isfile(options.training / CHECKPOINT)

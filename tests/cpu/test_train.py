@@ -290,5 +290,8 @@ def test_bad_input_is_refused_before_training(place: Path, target: Path, capsys:
     if not torch.cuda.is_available():
         assert cases.train("target", place / "no", *flags(place), "--device", "cuda") == 2
         assert "this torch sees no GPU" in capsys.readouterr().err
+    too_long = drafter_flags(place, Path("pair"), 1)  # the target that ships, which takes this many tokens
+    assert cases.train("drafter", place / "no", *too_long, "--seq", "2049") == 2
+    assert "train.seq = 2049: must be 5..2048 with this target" in capsys.readouterr().err
     assert cases.train("drafter", place / "no", *drafter_flags(place, place / "nowhere", 1)) == 2
     assert "nowhere" in capsys.readouterr().err

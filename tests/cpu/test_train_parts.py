@@ -149,6 +149,13 @@ def test_a_journal_forgets_what_comes_behind_the_checkpoint(tmp_path: Path) -> N
     assert [line["step"] for line in read(path)] == [1, 2, 3, 3]
     Journal(path, 2)
     assert [line["loss"] for line in read(path)] == [3.0, 2.0]
+    for text in ("garbage", "[]", '{"loss": 2}'):
+        path.write_text(f'{{"step": 1, "loss": 2.5}}\n{text}\n')
+        with pytest.raises(ConfigError, match=r"loss\.jsonl: line 2 = .*: must be an object with a step"):
+            Journal(path, 1)
+    path.unlink()
+    with pytest.raises(ConfigError, match="has none of the checkpoint's 3 steps"):
+        Journal(path, 3)
 
 
 def test_the_shipped_pair_fits() -> None:
