@@ -73,6 +73,8 @@ class Grown(NamedTuple):
 
     def cut(self, nodes: int) -> Grown:
         """Its first nodes below the root: a tree of so small a budget, as parents come before their children."""
+        if nodes >= len(self.tree) - 1:
+            return self
         tree = Tree(self.tree.tokens[: 1 + nodes], self.tree.parents[: 1 + nodes])
         return Grown(tree, self.scores[: 1 + nodes])
 

@@ -105,8 +105,8 @@ def automatic(machine: Machine, drawn: Sequence[Sequence[Drafted]], rng: random.
     for batch in drawn:
         seqs, sizes = len(batch), [0] * len(batch)
         if asked := policy.drafts(seqs):
-            sizes[:asked] = policy.choose([d.grown for d in batch[:asked]], asked, seqs, seqs, CONTEXT)
             took = machine.drafting(asked) * rng.lognormvariate(0.0, 0.05)
+            sizes[:asked] = policy.choose([d.grown for d in batch[:asked]], asked, seqs, seqs, CONTEXT, took)
             policy.learn_draft(asked, CONTEXT, took)
             spent += took
         took = machine.seconds(seqs + sum(sizes)) * rng.lognormvariate(0.0, 0.05)

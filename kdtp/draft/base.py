@@ -6,8 +6,7 @@ A proposal decides only which positions the next verify forward looks at, never 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kdtp.proposals import Proposal
 
@@ -43,8 +42,7 @@ class Target(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """What a forward has added to the committed rows of a sequence.
 
     rows: those of the forward's M rows that stay, for positions start, start + 1, ...; pages: the sequence's, at least
@@ -57,8 +55,7 @@ class Kept:
     pages: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """Propose for `seq`, at most `depth` tokens after its newest one. pages: as in Kept, for a drafter that kept;
     budget: nodes below that token, for a drafter that proposes a tree."""
 

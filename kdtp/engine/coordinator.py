@@ -175,16 +175,15 @@ class Coordinator:
         self._spent[name] = time.perf_counter() - start
 
     def _propose(self, turns: Sequence[Turn]) -> dict[int, Proposal]:
-        asks = [Ask(t.request.id, self._room(t.request), t.request.pages, self._width(t)) for t in turns]
-        asks = [ask for ask in asks if ask.depth > 0 and ask.budget > 0]
-        if not asks:
+        asking = [turn for turn in turns if self._width(turn) > 0 and self._room(turn.request) > 0]
+        if not asking:
             return {}
-        chosen = self.widths.pick(asks) if self.widths else asks
+        chosen = self.widths.pick(asking) if self.widths else asking
         if not chosen:
             self.counters["rounds_not_drafted"] += 1
             return {}
-        proposals = self.drafter.propose(chosen)
-        return {ask.seq: p for ask, p in zip(chosen, proposals, strict=True) if p is not None}
+        asks = [Ask(t.request.id, self._room(t.request), t.request.pages, self._width(t)) for t in chosen]
+        return {ask.seq: p for ask, p in zip(asks, self.drafter.propose(asks), strict=True) if p is not None}
 
     def _width(self, turn: Turn) -> int:
         """How many nodes below the root the request's tree may have."""
@@ -196,7 +195,7 @@ class Coordinator:
     def _grow(self, turns: Sequence[Turn], proposals: Mapping[int, Proposal]) -> dict[int, Grown]:
         """The trees of this round, by request; of what was not drafted for, the root alone."""
         grown = {turn.request.id: self._tree(turn, proposals.get(turn.request.id)) for turn in turns if not turn.chunk}
-        return self.widths.cut(turns, grown) if self.widths else grown
+        return self.widths.cut(turns, grown, self._spent["draft"]) if self.widths else grown
 
     def _tree(self, turn: Turn, proposal: Proposal | None) -> Grown:
         root = turn.request.tokens[-1]

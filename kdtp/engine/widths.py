@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from kdtp.config import DrafterConfig, EngineConfig, ModelConfig
@@ -22,9 +23,10 @@ from kdtp.spec.costs import Costs
 from kdtp.spec.width import Policy
 from kdtp.types import GRAPH_ROWS, ROOT, SeqRows, power
 
-_PATIENCE = 3.0  # seconds of measuring; what is left is read off the curve
+_PATIENCE = 3.0  # seconds of measuring, captures not counted; what is left is read off the curve
 _RUNS = 3  # of each size
 _FIRST = 1 << 52  # sequence ids that no request has
+_TAUGHT = 8  # trees of a round, about, that are learned from: more say little more, and each takes time
 
 
 class Widths:
@@ -34,6 +36,7 @@ class Widths:
         self.policy = policy
         self._asking = self._asked = 0  # sequences that could be drafted for in this round, and that were
         self._turn = 0  # whose it is when few are
+        self._round = 0  # of those with drafts
 
     @classmethod
     def measured(
@@ -43,39 +46,41 @@ class Widths:
         drafts, for one sequence up to a batch."""
         padded = _graphs if config.device == "cuda" and config.graphs else _tiles
         most = config.max_batch * (1 + config.drafter.budget)
-        sizes = sorted({padded(rows) for rows in (*GRAPH_ROWS, most) if rows <= min(most, GRAPH_ROWS[-1])} | {1})
+        # On a GPU one size more: without a graph rows cost far more.
+        usual = (*GRAPH_ROWS, 2 * GRAPH_ROWS[-1]) if padded is _graphs else GRAPH_ROWS
+        sizes = sorted({padded(rows) for rows in (*usual, most) if rows <= min(most, usual[-1])} | {1})
         curve: dict[int, float] = {}
-        until, each = time.perf_counter() + _PATIENCE, 0.0
+        left, each = _PATIENCE, 0.0
         for rows in sizes:
-            if len(curve) >= 2 and time.perf_counter() + _RUNS * each * rows > until:
+            if len(curve) >= 2 and _RUNS * each * rows > left:
                 break
             took = _forward(rows, 1 + config.drafter.budget, model.vocab_size, fleet, pool)
             if took is None:
                 break
-            curve[padded(rows)], each = took, took / rows
+            curve[padded(rows)], each, left = took, took / rows, left - _RUNS * took
         logger.info("forwards, ms by rows: %s", _shown(curve))
         drafts = _drafts(config, drafter)
         logger.info("drafts, ms by sequences: %s", _shown(drafts))
         rounds = Costs(curve, padded)
         return cls(Policy(rounds, Costs(drafts, power if padded is _graphs else int, rounds)))
 
-    def pick(self, asks: Sequence[Ask]) -> Sequence[Ask]:
+    def pick(self, asking: Sequence[Turn]) -> Sequence[Turn]:
         """Those to draft for in this round: all, none, or a few in turn."""
-        self._asking, self._asked = len(asks), self.policy.drafts(len(asks))
-        if self._asked == self._asking:
-            return asks
-        first = self._turn % len(asks)
+        self._asking, self._asked = len(asking), self.policy.drafts(len(asking))
+        if self._asked in (0, self._asking):
+            return asking[: self._asked]
+        first = self._turn % len(asking)
         self._turn += self._asked
-        return [*asks, *asks][first : first + self._asked]
+        return [*asking, *asking][first : first + self._asked]
 
-    def cut(self, turns: Sequence[Turn], grown: Mapping[int, Grown]) -> dict[int, Grown]:
-        """The trees, as wide as it pays."""
+    def cut(self, turns: Sequence[Turn], grown: Mapping[int, Grown], took: float) -> dict[int, Grown]:
+        """The trees, as wide as it pays; took: seconds, of the draft."""
         if not self._asked:
             return dict(grown)
         drafted = [seq for seq, tree in grown.items() if len(tree.tree) > 1]
         context = max(turn.request.start for turn in turns)
         trees = [grown[seq] for seq in drafted]
-        sizes = self.policy.choose(trees, self._asked, self._asking, len(grown), context)
+        sizes = self.policy.choose(trees, self._asked, self._asking, len(grown), context, took)
         return {**grown, **{seq: grown[seq].cut(size) for seq, size in zip(drafted, sizes, strict=True)}}
 
     def learn(
@@ -87,13 +92,15 @@ class Widths:
         seconds: float,
     ) -> None:
         """What a round took, by stages and in all, and brought."""
-        for r, outcome in zip(rows, outcomes, strict=True):
-            tree = grown.get(r.seq)
-            # What a grammar has taken away was never tried.
-            if tree is not None and len(tree.tree) == len(r.tokens) > 1:
-                self.policy.learn_tree(tree, frozenset(outcome.kept))
         context, drafting = max(r.start for r in rows), spent["draft"] + spent["build"]
         if self._asked:
+            # What a grammar has taken away was never tried.
+            trees = ((grown.get(r.seq), len(r.tokens), o) for r, o in zip(rows, outcomes, strict=True))
+            tried = [(tree, o.kept) for tree, size, o in trees if tree is not None and len(tree.tree) == size > 1]
+            self._round += 1
+            apart = -(-len(tried) // _TAUGHT) or 1
+            for tree, kept in tried[self._round % apart :: apart]:
+                self.policy.learn_tree(tree, frozenset(kept))
             self.policy.learn_draft(self._asked, context, drafting)
             self._asked = 0
         if len(grown) == len(rows):
@@ -107,7 +114,9 @@ def _shown(curve: Mapping[int, float]) -> str:
 
 def _graphs(rows: int) -> int:
     """What a batch is padded to; beyond graphs, roughly."""
-    return next((size for size in GRAPH_ROWS if size >= rows), -(-rows // GRAPH_ROWS[-1]) * GRAPH_ROWS[-1])
+    if rows <= GRAPH_ROWS[-1]:
+        return GRAPH_ROWS[bisect_left(GRAPH_ROWS, rows)]
+    return -(-rows // GRAPH_ROWS[-1]) * GRAPH_ROWS[-1]
 
 
 def _tiles(rows: int) -> int:

@@ -28,7 +28,7 @@ _NEWEST = 0.2  # how much a round counts in the gain,
 _AGES = 0.95  # and how much less after each plain round
 _ENTERS = 1.03  # gain from which on all are drafted for; they are until it is below 1
 _TRIALS = 0.01  # of plain rounds is lost to trials after a while;
-_LOSS = 0.02  # of them may be lost to drafts that do not pay,
+_LOSS = 0.01  # of them may be lost to drafts that do not pay,
 _CREDIT = 4.0  # beside so many at first
 
 
@@ -165,32 +165,36 @@ class Policy:
         self.calibration = Calibration()
         self._pauses: dict[int, Pauses] = {}  # by sequences
         self.tries = False  # whether the round's draft is a trial
+        self._rested = True  # whether the round before had no draft
+        self._asked = 0
 
     def drafts(self, asking: int) -> int:
         """For how many of those that ask to draft in this round: all, none, or for a trial the root of their number."""
         pauses = self._pauses.setdefault(power(asking), Pauses())
         drafts = pauses.drafts()
-        self.tries = drafts and not pauses.pays
-        if not drafts:
-            return 0
-        return math.isqrt(asking - 1) + 1 if self.tries else asking
+        self.tries, self._rested = drafts and not pauses.pays, not self._asked
+        self._asked = (math.isqrt(asking - 1) + 1 if self.tries else asking) if drafts else 0
+        return self._asked
 
-    def choose(self, trees: Sequence[Grown], asked: int, asking: int, seqs: int, context: int) -> list[int]:
+    def choose(
+        self, trees: Sequence[Grown], asked: int, asking: int, seqs: int, context: int, took: float
+    ) -> list[int]:
         """How many nodes below its root each drafted tree is cut to.
 
         asked, asking: sequences that were drafted for, of those that could be; seqs: all of the round; context: of the
-        longest.
+        longest; took: seconds, of the draft.
         """
         worth = [self.calibration.worth(grown.scores, grown.tree.parents)[1:] for grown in trees]
         pauses, share = self._pauses.setdefault(power(asking), Pauses()), asking / asked
         steps = self._steps(seqs, math.ceil(share * sum(map(len, worth))), context)
-        before = self.drafting.seconds(asked, asked, context)
-        chosen = every = allot(worth, steps, seqs, before, 0 if pauses.pays else _TRIED)
+        usual = self.drafting.seconds(asked, asked, context)
+        chosen = every = allot(worth, steps, seqs, usual, 0 if pauses.pays else _TRIED)
         if not pauses.pays:  # what all would bring, if their trees were like those of the few
             before = self.drafting.seconds(asking, asking, context)
             every = allot(worth, [(int(n / share), took) for n, took in steps], seqs / share, before)
         plain = steps[0][1] / seqs  # of a token
-        loss = (chosen.seconds - plain * chosen.tokens) / steps[0][1]
+        # A draft after plain rounds took longer than one of many: what they left behind came first.
+        loss = (chosen.seconds - usual + took - plain * chosen.tokens) / steps[0][1]
         pauses.learn(every.seconds, plain * share * every.tokens, loss)
         return chosen.sizes
 
@@ -208,8 +212,9 @@ class Policy:
         self.rounds.learn(seqs, rows, context, seconds)
 
     def learn_draft(self, asked: int, context: int, seconds: float) -> None:
-        """What drafting for so many sequences took, their trees too."""
-        self.drafting.learn(asked, asked, context, seconds)
+        """What drafting for so many sequences took, their trees too. Not learned after plain rounds: see `choose`."""
+        if not self._rested:
+            self.drafting.learn(asked, asked, context, seconds)
 
     def learn_tree(self, grown: Grown, accepted: Collection[int]) -> None:
         """What became of a tree that was verified."""

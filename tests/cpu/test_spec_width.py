@@ -147,7 +147,7 @@ def test_times_follow_what_is_measured_now():
         costs.learn(1, 9, 5000, 12.0)
     assert costs.seconds(1, 1, 5000) == pytest.approx(4.0, rel=0.05)
     assert costs.seconds(1, 1, 40000) == costs.seconds(1, 1, 5000)  # the nearest that is known
-    for _ in range(600):
+    for _ in range(120):
         costs.learn(1, 1, 0, 1.0)
     assert costs.seconds(1, 9, 0) == pytest.approx(3.0, rel=0.05)  # what was measured long ago is forgotten
 
@@ -224,7 +224,7 @@ def test_a_policy_that_never_drafts_twice_what_does_not_pay():
             if not policy.drafts(1):
                 policy.learn(1, 1, 0, 1.0)
                 continue
-            (size,) = policy.choose([grown], 1, 1, 1, 0)
+            (size,) = policy.choose([grown], 1, 1, 1, 0, 0.2)
             policy.learn_draft(1, 0, 0.2)
             policy.learn(1, 1 + size, 0, 1.0 + 0.3 * size)
             policy.learn_tree(
@@ -242,12 +242,34 @@ def test_a_trial_is_of_few_and_says_what_all_would_bring():
     rounds = Costs({1: 1.0, 64: 1.0}, int)
     policy = Policy(rounds, Costs({1: 1.0}, int, rounds))  # a draft costs a round, for however many
     assert policy.drafts(30) == 6
-    sizes = policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0)
+    sizes = policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0, 1.0)
     assert sizes == [1] * 6 and policy.drafts(30) == 0  # 60 tokens at most in two rounds' time
     policy = Policy(rounds, Costs({1: 0.5}, int, rounds))
     assert policy.drafts(30) == 6
-    policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0)
+    policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0, 0.5)
     assert policy.drafts(30) == 30
+
+
+def test_a_draft_after_plain_rounds_tells_nothing_of_one_after_another():
+    """It takes in what they have left, too: that is a loss of the trial, and no part of what drafts for all cost."""
+    rounds = Costs({1: 1.0, 64: 1.0}, int)
+    policy = Policy(rounds, Costs({1: 0.2}, int, rounds))
+    assert policy.drafts(1) == 1
+    policy.choose([a_chain([0.0, -3.0])], 1, 1, 1, 0, 2.0)
+    policy.learn_draft(1, 0, 2.0)
+    assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.2)
+    pauses = policy._pauses[1]
+    assert not pauses.pays and pauses._credit < 2.1  # it lost nearly two rounds
+    while not policy.drafts(1):
+        pass
+    policy.choose([a_chain([0.0, -0.01])], 1, 1, 1, 0, 2.0)
+    policy.learn_draft(1, 0, 2.0)
+    assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.2) and pauses.pays
+    for _ in range(20):  # now they come one after another
+        assert policy.drafts(1) == 1
+        policy.choose([a_chain([0.0, -0.01])], 1, 1, 1, 0, 0.4)
+        policy.learn_draft(1, 0, 0.4)
+    assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.4)
 
 
 def test_a_proposal_of_nothing_is_a_round_that_did_not_pay():
@@ -256,7 +278,7 @@ def test_a_proposal_of_nothing_is_a_round_that_did_not_pay():
     for _ in range(200):
         if policy.drafts(1):
             drafted += 1
-            assert policy.choose([], 1, 1, 1, 0) == []
+            assert policy.choose([], 1, 1, 1, 0, 0.1) == []
     assert drafted < 25  # a tenth of a round each
 
 
@@ -277,7 +299,7 @@ def test_a_useless_drafter_costs_no_more_than_trying(steps, draft, claims):
     for _ in range(count):
         size, took = 0, 0.0
         if policy.drafts(1):
-            (size,) = policy.choose([grown], 1, 1, 1, 0)
+            (size,) = policy.choose([grown], 1, 1, 1, 0, draft)
             policy.learn_draft(1, 0, max(draft, 1e-6))
             policy.learn_tree(grown.cut(size), {0})
             took = draft
