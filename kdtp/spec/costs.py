@@ -11,8 +11,8 @@ from kdtp.types import power
 
 SHORTEST = 1024  # positions; contexts are alike up to here, then by powers of two
 _FOLLOWS = 0.3  # how much of a surprise is taken for a change of pace
-_KEPT = 5  # newest times of a kind, whose median counts
-_STALE = 500  # times learned, after which one is forgotten
+_KEPT = 9  # newest times of a kind, whose median counts
+_STALE = 100  # times learned, after which one is forgotten: who looked dear by chance is looked at again
 
 
 class Costs:
