@@ -19,8 +19,9 @@ from msgspec import Meta, Struct
 PAGE_ROWS = 64  # rows of latent KV in one page, on every rank
 # Of a rank on a CPU. From 9 on, MKL for Intel cuts the 4 rows of a product between threads, not summed alike.
 MOST_THREADS = 8
-# Rows of the batches that CUDA graphs are captured for; above 8, whole tiles of the kernels.
-GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+# Rows of the batches that CUDA graphs are captured for; above 8, whole tiles of the kernels, and from 256 on, attention
+# takes no more memory for a longer context.
+GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 SHAPES = ("tree", "chain", "seeded")  # of draft trees, as kdtp.spec.tree grows them; in the order of csrc/params.h
 WIDE = 1024  # hidden size from which more CPU threads than one pay; below, they mostly wait for each other
 ROOT = -1  # "parent" of node 0

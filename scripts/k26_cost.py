@@ -14,6 +14,7 @@ KV_BYTES = LAYERS * KV_ROW * 2  # of a position, on every rank
 ROPE_BYTES = k26.ROPE * 4  # cosines and sines of a position
 ALL_REDUCES = 2 * LAYERS + 1  # after attention, after the MLP; the embedding's
 LONGEST = 262_144
+FOLDED = 256  # rows of 8 heads from which the attention keeps fewer states (csrc/ops/mla_tree.cu)
 RESERVE = 2.0e9  # CUDA, NCCL and the graphs' own nodes: assumed
 PREFILL = 8 * 256  # rows of the largest forward by the engine's defaults
 
@@ -108,15 +109,18 @@ def step_bytes(rows: int, context: int, overlap: float) -> float:
     return ALWAYS + expected_experts(rows, overlap) * EXPERT_BYTES + kv_read(rows, context)
 
 
-def graph_memory() -> float:
-    """Bytes of the largest graph at the longest context: what its kernels want, and its logits."""
-    # The attention's splits are shorter at the start of a context: 24 more than there would be.
-    return _scratch(ROWS[-1], 25 + (LONGEST + ROWS[-1]) // SPLIT)
+def graph_memory(rows: int, depth: int) -> float:
+    """Bytes of a graph of so many rows, in trees of that depth, at the longest context: what its kernels want, and its
+    logits."""
+    # Splits are shorter at the start of a context, by up to 8 times: 24 more than there would be. Many rows have one
+    # state for what they share, and those of the splits that a path can touch.
+    own = 3 + depth // max(64, SPLIT // 8)
+    return _scratch(rows, own if rows >= FOLDED else 25 + (LONGEST + rows) // SPLIT)
 
 
 def working_memory() -> float:
     """Bytes beside weights and cache: the largest graph, and the largest prefill."""
-    return graph_memory() + _scratch(PREFILL, 5)  # many rows share 3 states of the attention, and 2 of their own
+    return max(graph_memory(rows, rows) for rows in ROWS) + _scratch(PREFILL, 5)  # a chunk's rows have 3 states, and 2 of their own
 
 
 def _scratch(rows: int, states: int) -> float:

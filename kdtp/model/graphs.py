@@ -16,14 +16,15 @@ from kdtp.model.indices import Shape, padding
 from kdtp.types import GRAPH_ROWS, PAGE_ROWS, SeqRows, power
 
 ROWS = GRAPH_ROWS
+CHUNKS = 128  # rows of the largest graph with part of a prompt: such batches differ, and capturing takes longer than it saves
 SHORTEST = 1024  # positions; contexts double from here, as the attention's grid grows with what is possible
 Forward = Callable[[torch.Tensor, Shape], torch.Tensor]  # index buffer on the device -> logits [R, n]
 
 
 def bucket(seqs: Sequence[SeqRows]) -> Shape | None:
     """The shape whose graph runs a batch; None for one without: too many rows, or none to choose a token at."""
-    rows = sum(len(seq.tokens) for seq in seqs)
-    if rows > ROWS[-1] or not any(seq.pick for seq in seqs):
+    rows, picked = sum(len(seq.tokens) for seq in seqs), sum(seq.pick for seq in seqs)
+    if rows > (ROWS[-1] if picked == rows else CHUNKS) or picked == 0:
         return None
     return padded(rows, len(seqs), max(seq.start for seq in seqs))
 

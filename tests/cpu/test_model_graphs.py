@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kdtp.model.batch import place, plan_host
 from kdtp.model.cache import PagedCache
-from kdtp.model.graphs import ROWS, SHORTEST, bucket, padded, usual
+from kdtp.model.graphs import CHUNKS, ROWS, SHORTEST, bucket, padded, usual
 from kdtp.model.indices import Shape, exact, padding, plan_device, views
 from kdtp.types import PAGE_ROWS, ROOT, SeqRows, depths
 from tests.fake_target import VOCAB, model
@@ -93,7 +93,7 @@ def test_shapes_of_graphs(case):
     seqs, cache = case
     m, picked = sum(len(seq.tokens) for seq in seqs), sum(seq.pick for seq in seqs)
     shape = bucket(seqs)
-    if m > ROWS[-1] or picked == 0:
+    if m > (ROWS[-1] if picked == m else CHUNKS) or picked == 0:
         assert shape is None
     else:
         assert shape.rows == min(size for size in ROWS if size >= m)
@@ -112,7 +112,8 @@ def test_the_next_batch_of_a_request_has_the_same_shape():
 
 def test_what_is_captured_before_it_is_needed():
     pairs = [(shape.rows, shape.seqs) for shape in usual(8, 17)]
-    assert pairs == [(1, 1), (2, 2), (4, 4), (8, 8), (24, 1), (48, 2), (96, 4)]  # 8 trees are too many rows
+    assert pairs == [(1, 1), (2, 2), (4, 4), (8, 8), (24, 1), (48, 2), (96, 4), (256, 8)]
+    assert [(shape.rows, shape.seqs) for shape in usual(4, 200)] == [(1, 1), (2, 2), (4, 4), (256, 1), (512, 2)]  # 4 are too many rows
     assert [(shape.rows, shape.seqs) for shape in usual(6, 1)] == [(1, 1), (2, 2), (4, 4), (8, 8)]
     assert max(shape.rows for shape in usual(1024, 1025)) == ROWS[-1]
     for seqs in range(1, 9):  # plain decoding, whatever the number of sequences
