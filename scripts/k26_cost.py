@@ -120,7 +120,9 @@ def graph_memory(rows: int, depth: int) -> float:
 
 def working_memory() -> float:
     """Bytes beside weights and cache: the largest graph, and the largest prefill."""
-    return max(graph_memory(rows, rows) for rows in ROWS) + _scratch(PREFILL, 5)  # a chunk's rows have 3 states, and 2 of their own
+    return max(graph_memory(rows, rows) for rows in ROWS) + _scratch(
+        PREFILL, 5
+    )  # a chunk's rows have 3 states, and 2 of their own
 
 
 def _scratch(rows: int, states: int) -> float:

@@ -113,7 +113,13 @@ def test_the_next_batch_of_a_request_has_the_same_shape():
 def test_what_is_captured_before_it_is_needed():
     pairs = [(shape.rows, shape.seqs) for shape in usual(8, 17)]
     assert pairs == [(1, 1), (2, 2), (4, 4), (8, 8), (24, 1), (48, 2), (96, 4), (256, 8)]
-    assert [(shape.rows, shape.seqs) for shape in usual(4, 200)] == [(1, 1), (2, 2), (4, 4), (256, 1), (512, 2)]  # 4 are too many rows
+    assert [(shape.rows, shape.seqs) for shape in usual(4, 200)] == [
+        (1, 1),
+        (2, 2),
+        (4, 4),
+        (256, 1),
+        (512, 2),
+    ]  # 4 are too many rows
     assert [(shape.rows, shape.seqs) for shape in usual(6, 1)] == [(1, 1), (2, 2), (4, 4), (8, 8)]
     assert max(shape.rows for shape in usual(1024, 1025)) == ROWS[-1]
     for seqs in range(1, 9):  # plain decoding, whatever the number of sequences
