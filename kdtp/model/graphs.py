@@ -16,7 +16,7 @@ from kdtp.model.indices import Shape, padding
 from kdtp.types import GRAPH_ROWS, PAGE_ROWS, SeqRows, power
 
 ROWS = GRAPH_ROWS
-CHUNKS = 128  # rows of the largest graph with part of a prompt: no two are alike, and capturing costs more than one saves
+CHUNKS = 128  # rows of the largest graph with part of a prompt: they differ, and capturing costs more than it saves
 SHORTEST = 1024  # positions; contexts double from here, as the attention's grid grows with what is possible
 Forward = Callable[[torch.Tensor, Shape], torch.Tensor]  # index buffer on the device -> logits [R, n]
 
