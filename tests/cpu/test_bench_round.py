@@ -11,6 +11,7 @@ import pytest
 from scripts.bench_round import BY_PLACE, PARTS, STAGES, show
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.xdist_group("bench-round")  # they share the run
 SPREAD = {"n", "median", "p10", "p90"}
 
 

@@ -13,6 +13,8 @@ from kdtp import kernels
 from tests.cpu.cuda_on_cpu import Library
 from tests.gpu import cases_tree
 
+pytestmark = pytest.mark.xdist_group("cuda-tree")  # they share the compiled kernels
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
