@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from scripts import bench_allreduce, rank_tp, ranks, reduce_ways
 from scripts.dry_run import dry_run
 from scripts.k26 import Tensors, tree
 from scripts.rank_model import ALONE, Rank, run
-from tests.conftest import ROOT
 
 MACHINE = dict.fromkeys(("gpu", "gib", "driver", "torch", "cuda", "date", "cpu", "cores", "load"), "?")
 
@@ -111,13 +108,3 @@ def test_tables() -> None:
     figures = ["4.000", "5.000", "20.0%", "8.1", "-", "-", "6.000"]
     wanted = [["8", *figures, "-", "yes", "-"], ["16", *figures, "7.000", "NO: gather, ranks", "no"]]
     assert [re.split(r" {2,}", line.strip()) for line in text.splitlines()[-2:]] == wanted
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_gpus_they_say_so() -> None:
-    for command, words in (
-        (["bench_allreduce.py"], "bench_allreduce: no CUDA device"),
-        (["bench_rank.py", "--tp", "2"], "bench_rank: no CUDA device"),
-    ):
-        done = subprocess.run([sys.executable, f"scripts/{command[0]}", *command[1:]], cwd=ROOT, capture_output=True)
-        assert (done.returncode, done.stderr.decode().strip()) == (1, words)

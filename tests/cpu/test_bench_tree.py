@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +11,6 @@ from scripts import bench_tree
 from scripts.bench_tree import FULL, QUICK, Scope, candidates, rehearse, show, take_turns
 from scripts.measure import spread
 from scripts.tree_ways import Case, by_heap, by_spec, visible
-from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("case", [Case(7, 3, 16), Case(15, 2, 64), Case(7, 2, 256)])
@@ -101,9 +97,3 @@ def test_a_rehearsal_builds_every_case():
     assert all(0 < float(x) < 1e7 for line in lines[1:5] for x in line.split()[3:])
     assert lines[-1].startswith("4 calls, ")
     assert (FULL.budgets[0], FULL.budgets[-1], FULL.seqs[0], FULL.seqs[-1], FULL.seconds) == (16, 1024, 1, 64, 60.0)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so():
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "bench_tree.py")], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "bench_tree: no CUDA device\n")
