@@ -28,10 +28,17 @@ from tests.processes import REFS, TINY, Running, collect, kdtp, until
 LONG = SamplingParams(max_tokens=490, ignore_eos=True)
 EXIT_FAULT = 70
 pytestmark = pytest.mark.timeout(180)
+SHARED = pytest.mark.xdist_group("shared-engine")  # by the tests that an engine outlives
 
 
 def golden():
     return plan(EngineConfig(str(TINY))).golden
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    with Running(tmp_path_factory.mktemp("shared"), "--drafter", "oracle") as engine:
+        yield engine
 
 
 def start_long(engine: Running, count: int = 1) -> list[int]:
@@ -133,27 +140,16 @@ def test_coordinator_killed(tmp_path):
         assert "the lead" in engine.text() and "SIGKILL" in engine.text()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize(("tp", "ready"), [(2, False), (1, True), (2, True)])
 def test_launcher_killed(tmp_path, tp, ready):
     with Running(tmp_path, tp=tp, wait=ready) as engine:
         if ready:
             start_long(engine)
         else:  # while its children import torch
-            until(lambda: len(engine.launcher.children()) >= (1 if tp == 1 else 3), 30)
+            until(lambda: len(engine.launcher.children()) >= 3, 30)
         engine.family()
         engine.launcher.kill()
         check_gone(engine)
-
-
-def test_a_run_folder_of_the_user_keeps_his_files(tmp_path):
-    folder = tmp_path / "mine"
-    folder.mkdir(mode=0o700)
-    (folder / "thesis.txt").write_text("years of work")
-    with Running(tmp_path, "--run-dir", folder, tp=1) as engine:
-        engine.client.shutdown()
-        assert engine.end(5.0) == 0
-    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
 
 
 def test_told_to_end_under_a_flood(tmp_path):
@@ -183,12 +179,12 @@ while True:
         assert len(engine.text()) < 100_000, "a line for every frame"
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_told_to_end_while_generating(tmp_path, number):
+def test_told_to_end_while_generating(tmp_path):
+    """By a hangup; by SIGTERM above, by Ctrl-C in test_cli_generate.py."""
     with Running(tmp_path) as engine:
         requests = start_long(engine, 2)
         started = time.monotonic()
-        engine.process.send_signal(number)
+        engine.process.send_signal(signal.SIGHUP)
         for request in requests:
             end, _ = terminal(engine.client, request)
             assert isinstance(end, Failed) and end.code == "shutdown"
@@ -198,8 +194,17 @@ def test_told_to_end_while_generating(tmp_path, number):
         assert "Traceback" not in engine.text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("after", [0.4, 1.5, 3.0, 4.5])
+# Early they have handlers of their own: Python's, or those of `kdtp`. Later it is one for both.
+@pytest.mark.parametrize(
+    ("number", "after"),
+    [
+        (signal.SIGTERM, 0.4),
+        (signal.SIGINT, 0.4),
+        (signal.SIGINT, 1.5),
+        (signal.SIGTERM, 3.0),
+        (signal.SIGINT, 4.5),
+    ],
+)
 def test_told_to_end_while_starting(tmp_path, number, after):
     with Running(tmp_path, wait=False) as engine:
         time.sleep(after)
@@ -210,16 +215,10 @@ def test_told_to_end_while_starting(tmp_path, number, after):
         assert "Traceback" not in engine.text()
 
 
-def test_client_asks_for_the_end(tmp_path):
-    with Running(tmp_path) as engine:
-        assert len(engine.family()) == 4  # launcher, coordinator, two ranks
-        engine.client.shutdown()
-        assert engine.end(5.0) == 0
-        check_gone(engine)
-
-
-def test_hostile_frames_are_counted_and_harmless(tmp_path):
-    with Running(tmp_path, "--drafter", "ngram") as engine, zmq.Context() as context:
+@SHARED
+def test_hostile_frames_are_counted_and_harmless(shared):
+    engine = shared
+    with zmq.Context() as context:
         folder = engine.address.removeprefix("ipc://").rpartition("/")[0]
         request = engine.client.submit((1, 2, 3), SamplingParams(max_tokens=200, ignore_eos=True))
         wire = [b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 5000, b"x" * (17 << 20)]
@@ -243,51 +242,59 @@ def test_hostile_frames_are_counted_and_harmless(tmp_path):
         assert counters["malformed"] >= 6 and counters["stranger"] == 4, counters
 
 
-def test_clients_share_an_engine(tmp_path):
-    truth = golden()
-    with Running(tmp_path, "--drafter", "oracle") as engine:
-        clients = [engine.client, engine.connect(), engine.connect()]
+@SHARED
+def test_clients_share_an_engine(shared):
+    engine, truth = shared, golden()
+    clients = [engine.client, engine.connect(), engine.connect()]
+    params = SamplingParams(max_tokens=24)
+    requests = [client.submit(truth.prompt, params) for client in clients for _ in range(2)]
+    long = clients[1].submit((5, 6), LONG)
+    leaver = engine.connect()
+    leaver.submit((7, 8), LONG)
+    for client, request in zip([c for c in clients for _ in range(2)], requests, strict=True):
+        assert collect(client, request)[0] == list(truth.tokens)
+    clients[1].cancel(long)
+    assert collect(clients[1], long)[1].reason == "cancelled"
+    leaver.close()  # its request is cancelled when the engine cannot reach it
+    until(lambda: engine.status().running == 0, 10)
+    status = engine.status()
+    assert status.pages_free == status.pages_total and status.counters["unreachable_client"] >= 1
+    bad = clients[2].submit((1,) * 600, params)
+    assert collect(clients[2], bad)[1].code == "invalid"
+    raw = zmq.Context.instance().socket(zmq.DEALER)
+    raw.connect(engine.address)
+    for _ in range(2):
+        raw.send(msgspec.msgpack.encode(Submit(7, (1, 2), LONG)))
+    until(lambda: b"open request" in raw.recv(), 10)
+    raw.close(0)
+
+
+@SHARED
+def test_a_second_engine_disturbs_nothing(shared, tmp_path):
+    """Nor does it take away what is the user's in its run folder, when a client asks for its end."""
+    folder = shared.address.removeprefix("ipc://").rpartition("/")[0]
+    taken = kdtp("engine", "--model", TINY, "--run-dir", folder)
+    assert taken.returncode == 2 and "another engine runs in it" in taken.stderr
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    (mine / "thesis.txt").write_text("years of work")
+    with Running(tmp_path, "--run-dir", mine) as second:
+        assert second.address == rundir.endpoint(mine, "rpc") and len(second.family()) == 4
         params = SamplingParams(max_tokens=24)
-        requests = [client.submit(truth.prompt, params) for client in clients for _ in range(2)]
-        long = clients[1].submit((5, 6), LONG)
-        leaver = engine.connect()
-        leaver.submit((7, 8), LONG)
-        for client, request in zip([c for c in clients for _ in range(2)], requests, strict=True):
-            assert collect(client, request)[0] == list(truth.tokens)
-        clients[1].cancel(long)
-        assert collect(clients[1], long)[1].reason == "cancelled"
-        leaver.close()  # its request is cancelled when the engine cannot reach it
-        until(lambda: engine.status().running == 0, 10)
-        status = engine.status()
-        assert status.pages_free == status.pages_total and status.counters["unreachable_client"] >= 1
-        bad = clients[2].submit((1,) * 600, params)
-        assert collect(clients[2], bad)[1].code == "invalid"
-        raw = zmq.Context.instance().socket(zmq.DEALER)
-        raw.connect(engine.address)
-        for _ in range(2):
-            raw.send(msgspec.msgpack.encode(Submit(7, (1, 2), LONG)))
-        until(lambda: b"open request" in raw.recv(), 10)
-        raw.close(0)
+        texts = [collect(e.client, e.client.submit(golden().prompt, params))[0] for e in (shared, second)]
+        assert texts[0] == texts[1] == list(golden().tokens)
+        second.client.shutdown()
+        assert second.end(5.0) == 0
+        check_gone(second)
+    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+    assert shared.status().state == "ready"
 
 
-def test_a_second_engine_disturbs_nothing(tmp_path):
-    with Running(tmp_path) as first:
-        folder = first.address.removeprefix("ipc://").rpartition("/")[0]
-        taken = kdtp("engine", "--model", TINY, "--run-dir", folder)
-        assert taken.returncode == 2 and "another engine runs in it" in taken.stderr
-        with Running(tmp_path) as second:
-            assert second.address != first.address
-            params = SamplingParams(max_tokens=24)
-            texts = [collect(e.client, e.client.submit(golden().prompt, params))[0] for e in (first, second)]
-            assert texts[0] == texts[1] == list(golden().tokens)
-        assert first.status().state == "ready"
-
-
-def test_listening_sockets_are_on_loopback(tmp_path):
-    with Running(tmp_path) as engine:
-        sockets = [c for p in engine.family() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-        assert sockets, "gloo listens somewhere"
-        assert {c.laddr.ip for c in sockets} == {"127.0.0.1"}
+@SHARED
+def test_listening_sockets_are_on_loopback(shared):
+    sockets = [c for p in shared.family() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert sockets, "gloo listens somewhere"
+    assert {c.laddr.ip for c in sockets} == {"127.0.0.1"}
 
 
 def test_workers_under_torchrun(tmp_path):
@@ -315,15 +322,19 @@ def test_workers_under_torchrun(tmp_path):
 
 
 def test_refusals_before_anything_starts(tmp_path):
-    for flags, words in (
-        (["--tp", 3], ["tp = 3", "1, 2, 4"]),
+    """All in one process: `kdtp engine` does not come back once it has started something."""
+    refused = (
+        (["--tp", "3"], ["tp = 3", "1, 2, 4"]),
         (["--device", "cuda"], ["device = 'cuda'", "cpu"]),
         (["--drafter", "magic"], ["drafter = 'magic'", "none, oracle, ngram"]),
-        (["--model", tmp_path / "no.kdtr"], ["no.kdtr", "no such file"]),
-        (["--block", 0], ["block = 0", "1..65"]),
+        (["--model", str(tmp_path / "no.kdtr")], ["no.kdtr", "no such file"]),
+        (["--block", "0"], ["block = 0", "1..65"]),
         (["--dtype", "int8"], ["dtype = 'int8'", "float32"]),
-    ):
-        done = kdtp("engine", "--model", TINY, *flags)
-        assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert all(word in done.stderr for word in words), done.stderr
+    )
+    asked = [["engine", "--model", str(TINY), *flags] for flags, _ in refused]
+    code = f"from kdtp.__main__ import main\nprint([main(flags) for flags in {asked}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{[2] * len(refused)}\n", done.stderr
+    for line, (_, words) in zip(done.stderr.splitlines(), refused, strict=True):
+        assert all(word in line for word in words), line
     assert REFS.is_dir()
