@@ -17,15 +17,24 @@ TOLERANCE = 1e-4  # logits against the numpy reference; ends of test runs print 
 pytestmark = pytest.mark.timeout(300)
 
 
-def setups():
-    """Model and TP; each is set up once, by one pytest-xdist worker."""
-    for name in MODELS:
-        for tp in (1, 2, 4):
-            label = f"{name}-tp{tp}"
-            yield pytest.param((name, tp), id=label, marks=pytest.mark.xdist_group(label))
+# Each is set up once, by one pytest-xdist worker. The same objects everywhere: pytest compares parameters by identity.
+SETUPS = {
+    (name, tp): pytest.param((name, tp), id=f"{name}-tp{tp}", marks=pytest.mark.xdist_group(f"{name}-tp{tp}"))
+    for name in MODELS
+    for tp in (1, 2, 4)
+}
 
 
-@pytest.fixture(scope="module", params=list(setups()))
+def setups(*sizes: int, models=MODELS):
+    """Models on numbers of ranks."""
+    return [SETUPS[name, tp] for name in models for tp in sizes]
+
+
+# Four ranks are slow on few cores; rules and numbers of tokens are the coordinator's, or each rank's as with two.
+up_to_two = pytest.mark.parametrize("ranks", setups(1, 2), indirect=True)
+
+
+@pytest.fixture(scope="module", params=setups(1, 2, 4))
 def ranks(request):
     name, tp = request.param
     harness = Harness(MODELS[name], tp)
@@ -67,6 +76,7 @@ def test_every_method_gives_the_golden_tokens(ranks, record_property):
         record_property(f"max_abs_logit_diff {method}", float(difference))
 
 
+@up_to_two
 def test_budget_zero_is_plain_decoding_with_as_many_forwards(ranks):
     golden = ranks.plan.golden
     runs = [
@@ -77,8 +87,9 @@ def test_budget_zero_is_plain_decoding_with_as_many_forwards(ranks):
     assert runs[0].logits.tobytes() == runs[1].logits.tobytes()
 
 
-def texts(ranks: Harness, params, vary: int = 8):
-    """Plain continuations of several prompts, each run alone."""
+def texts(ranks: Harness, params):
+    """Plain continuations of several prompts, each run alone; of fewer where that takes longer."""
+    vary = {1: 8, 2: 5, 4: 3}[ranks.config.tp]
     rng = random.Random(3)
     golden = ranks.plan.golden
     vocab = ranks.plan.model.vocab_size
@@ -118,11 +129,12 @@ def test_random_drafts_and_batches(ranks):
     check_batches(ranks, texts(ranks, params), params, cases, seed=ranks.config.tp)
 
 
+@up_to_two
 @pytest.mark.parametrize(
     "rule", [{}, {"top_k": 40}, {"top_p": 0.9, "min_p": 0.02}], ids=["plain", "top-k", "top-p min-p"]
 )
 def test_sampled_text_is_the_same_with_any_draft(ranks, rule):
-    cases = {1: 8, 2: 3, 4: 2}[ranks.config.tp]
+    cases = {1: 8, 2: 3}[ranks.config.tp]
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=11, **rule)
     alone = texts(ranks, params)
     assert alone[ranks.plan.golden.prompt].tokens != list(ranks.plan.golden.tokens[:12])
@@ -137,18 +149,28 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_any_rule_gives_the_same_text_with_any_draft(ranks, name):
-    if ranks.config.tp == 4 and name in ("penalties", "bias"):
-        pytest.skip("four ranks are slow on few cores: the others are enough")
+def check_rule(ranks: Harness, name: str) -> None:
     params = SamplingParams(max_tokens=12, **RULES[name])
-    alone = texts(ranks, params, vary={1: 6, 2: 4, 4: 2}[ranks.config.tp])
+    alone = texts(ranks, params)
     assert alone[ranks.plan.golden.prompt].tokens != list(ranks.plan.golden.tokens[:12])
     check_batches(ranks, alone, params, {1: 4, 2: 2, 4: 1}[ranks.config.tp], seed=9)
     if params.prompt_logprobs is not None:
         assert all(len(done.scored) == len(prompt) - 1 for prompt, done in alone.items())
 
 
+@up_to_two
+@pytest.mark.parametrize("name", RULES)
+def test_any_rule_gives_the_same_text_with_any_draft(ranks, name):
+    check_rule(ranks, name)
+
+
+@pytest.mark.parametrize("ranks", setups(4), indirect=True)
+@pytest.mark.parametrize("name", ["sampled penalties", "scores"])
+def test_four_ranks_give_the_same_text_with_any_draft(ranks, name):
+    check_rule(ranks, name)
+
+
+@up_to_two
 def test_sampled_text_depends_on_the_seed(ranks):
     def text(seed: int) -> tuple[int, ...]:
         params = SamplingParams(max_tokens=12, temperature=1.0, seed=seed)
@@ -158,10 +180,9 @@ def test_sampled_text_depends_on_the_seed(ranks):
     assert runs[0] == runs[1] and len(set(runs)) == 3
 
 
+@pytest.mark.parametrize("ranks", [*setups(1), *setups(2, models=["tiny"])], indirect=True)
 def test_a_pool_too_small_for_all_changes_no_text(ranks):
     """Prefix hits, preemptions and requests that run their text again, among requests of every kind."""
-    if ranks.config.tp == 4:
-        pytest.skip("takes long on few cores, and does what two ranks do")
     rng = random.Random(8)
     stem = tuple(rng.randrange(ranks.plan.model.vocab_size) for _ in range(66))
     prompts = [stem[:3], stem[3:16], (*stem, 1), (*stem, 2)]
