@@ -7,6 +7,7 @@ too much is seen by it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -41,12 +42,18 @@ def step(logits: np.ndarray, temperature: float, top_k: int = 0) -> np.ndarray:
     return weights / weights.sum()
 
 
+@functools.cache
+def rows(tokens: tuple[int, ...]) -> np.ndarray:
+    """Logits of the numpy model for each of TOKENS tokens, of which all but the last are these."""
+    return run_text(random_model(CONFIG), PROMPT + tokens).astype(np.float64)[-TOKENS:]
+
+
 def law(**rule) -> dict[tuple[int, ...], float]:
     """The probability of each beginning of TOKENS tokens."""
-    model, found = random_model(CONFIG), {}
+    found = {}
     for text in itertools.product(range(CONFIG.vocab_size), repeat=TOKENS):
-        logits = run_text(model, PROMPT + text[:-1]).astype(np.float64)[-TOKENS:]
-        found[text] = math.prod(float(step(row, **rule)[t]) for row, t in zip(logits, text, strict=True))
+        steps = zip(rows(text[:-1]), text, strict=True)
+        found[text] = math.prod(float(step(row, **rule)[t]) for row, t in steps)
     assert abs(sum(found.values()) - 1) < 1e-9
     return found
 
