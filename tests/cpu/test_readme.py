@@ -96,6 +96,7 @@ def run(block: Block, folder: Path) -> str:
         out, err = process.communicate()
         raise AssertionError(f"{block.place}: not done after {LONGEST} s\n{out}\n{err}") from None
     assert process.returncode == 0, f"{block.place}: code {process.returncode}\n{out}\n{err}"
+    assert "Warning" not in err and "Traceback" not in err, f"{block.place}: {err}"
     return out
 
 
