@@ -26,6 +26,7 @@ from kdtp.engine.plan import plan
 from kdtp.engine.request import Request
 from kdtp.messages import Finished, Scored, Tokens, Usage
 from kdtp.types import Logprob, SamplingParams
+from tests.forked import Forked
 
 NONE = DrafterConfig("none")
 WORKER = ("-m", "kdtp.engine.worker")
@@ -43,8 +44,27 @@ class Done:
     scored: list[Logprob]
 
 
+class Launched:
+    """Ranks under the launcher; its lead does nothing."""
+
+    def __init__(self, command: Sequence[str], size: int) -> None:
+        lead = "-c 'import signal; signal.pause()'"
+        launcher = [sys.executable, "-m", "launcher", "--nproc", str(size), "--lead", lead, "--", *command]
+        self._launcher = subprocess.Popen(launcher)
+
+    def poll(self) -> int | None:
+        return self._launcher.poll()
+
+    def close(self) -> None:
+        self._launcher.send_signal(signal.SIGTERM)
+        try:
+            self._launcher.wait(10)
+        finally:
+            self._launcher.kill()  # with whom its ranks end
+
+
 class Harness:
-    """Ranks that are loaded and ready: one in this process, or processes under the launcher.
+    """Ranks that are loaded and ready: one in this process, or several, forked or (on GPUs) under the launcher.
 
     worker: what each process runs; step_timeout: 60 s unless it is among the settings.
     """
@@ -56,19 +76,17 @@ class Harness:
         self.compile: Compile | None = None  # of grammars
         self.context = zmq.Context()
         self.folder = rundir.create()
-        self.launcher: subprocess.Popen[bytes] | None = None
+        self.ranks: Forked | Launched | None = None
         self.links: list[Link] = [local_link()] if tp == 1 else self._spawn(tp, worker)
         self.fleet = Fleet(self.links, 1, self.config.step_timeout, busy=self.config.busy_wait == "on")
         handshake = Handshake(self.fleet, self.config, os.getpid())
         while not handshake.advance(0.5):
-            assert self.launcher is None or self.launcher.poll() is None, "the ranks ended while loading"
+            assert self.ranks is None or self.ranks.poll() is None, "the ranks ended while loading"
 
     def _spawn(self, tp: int, worker: Sequence[str]) -> list[Link]:
         links: list[Link] = [ZmqLink(self.context, self.folder, rank) for rank in range(tp)]
-        lead = "-c 'import signal; signal.pause()'"
-        ranks = [*worker, "--run-dir", str(self.folder)]
-        command = [sys.executable, "-m", "launcher", "--nproc", str(tp), "--lead", lead, "--", *ranks]
-        self.launcher = subprocess.Popen(command)
+        start = Forked if self.config.device == "cpu" else Launched
+        self.ranks = start([*worker, "--run-dir", str(self.folder)], tp)
         return links
 
     def coordinator(self, drafter: DrafterConfig = NONE, known: Mapping | None = None, **settings) -> Coordinator:
@@ -127,11 +145,7 @@ class Harness:
     def close(self) -> None:
         self.fleet.dismiss("test over")
         self.fleet.close()
-        if self.launcher is not None:
-            self.launcher.send_signal(signal.SIGTERM)
-            try:
-                self.launcher.wait(10)
-            finally:
-                self.launcher.kill()  # with whom its ranks end
+        if self.ranks is not None:
+            self.ranks.close()
         self.context.destroy(0)
         rundir.remove(self.folder)
