@@ -140,7 +140,8 @@ def fill(name: str, dtype: str, shape: tuple[int, ...], noise: np.ndarray, width
     if dtype == "F32":
         return np.full(shape, 0.01, np.float32)
     size = int(np.prod(shape)) * np.dtype(kind).itemsize // 2
-    return np.resize(noise, size).view(kind).reshape(shape)
+    part = noise[:size] if size <= noise.size else np.resize(noise, size)  # which copies all of it for a small one, too
+    return part.view(kind).reshape(shape)
 
 
 RANK = """
