@@ -42,7 +42,7 @@ case "$1 $2" in
     *) echo "unexpected: $*" >>$here/log; exit 1 ;;
 esac
 """
-PIP = "-m pip install --disable-pip-version-check -c constraints.txt -e .[test]"
+PIP = "-m pip install --disable-pip-version-check --no-compile -c constraints.txt -e .[test]"
 
 
 class Machine:
