@@ -18,6 +18,7 @@ from kdtp.messages import Begin, Commit, Fault, Forward, FromWorker, Hello, Ids,
 from kdtp.types import Move, SeqRows
 
 _FIRST_STEP = 60.0  # seconds
+_MOMENT = 0.3  # seconds
 _BUSY = 0.05  # seconds; a step usually takes less
 Arrival = tuple[Link, FromWorker, bytes | None]
 Way = tuple[Link, Callable[[], Arrived | None]]
@@ -202,18 +203,25 @@ class Fleet:
                 self._poller.register(link.lane.fileno(), zmq.POLLIN | (zmq.POLLOUT if link.lane.writes else 0))
 
     def _cause(self, text: str) -> str:
-        # When a rank dies its peers fail in their collective at once: wait a moment, and name the dead one first.
-        gone = self.ended(0.3)
-        return f"{gone}; {text}" if gone else text
+        # When a rank dies its peers fail in their collective at once, and may be gone before it is: wait a moment for
+        # one that has not said why it ended, and name it first.
+        deadline, gone = time.monotonic() + _MOMENT, self._gone(0.0)
+        while (left := deadline - time.monotonic()) > 0 and all(link.told_fault() for link in gone):
+            gone += self._gone(left, gone)
+        silent = [link for link in gone if not link.told_fault()]
+        return f"{_ends(silent or gone)}; {text}" if gone else text
 
-    def ended(self, timeout: float = 0.0) -> str:
-        """Which worker processes have ended, as text; empty if none within `timeout` seconds."""
+    def ended(self) -> str:
+        """Which worker processes have ended, as text; empty if none has."""
+        return _ends(self._gone(0.0))
+
+    def _gone(self, timeout: float, known: Sequence[ZmqLink] = ()) -> list[ZmqLink]:
+        """Links of processes that have ended, besides those known, after waiting for one."""
         poller = zmq.Poller()
-        watched = {link.pidfd: link for link in self.links if isinstance(link, ZmqLink) and link.pidfd is not None}
+        watched = {link.pidfd: link for link in self._remote if link.pidfd is not None and link not in known}
         for pidfd in watched:
             poller.register(pidfd, zmq.POLLIN)
-        gone = [watched[fd] for fd, _ in poller.poll(int(timeout * 1000))] if watched else []
-        return ", ".join(f"rank {link.rank} (pid {link.hello.pid if link.hello else '?'}) ended" for link in gone)
+        return [watched[fd] for fd, _ in poller.poll(int(timeout * 1000))]
 
     def step_ages(self) -> list[float]:
         """Seconds since each rank last answered a step; empty until all have answered one."""
@@ -230,6 +238,10 @@ class Fleet:
     def close(self) -> None:
         for link in self.links:
             link.close()
+
+
+def _ends(links: Sequence[ZmqLink]) -> str:
+    return ", ".join(f"rank {link.rank} (pid {link.hello.pid if link.hello else '?'}) ended" for link in links)
 
 
 def _describe(links: Sequence[Link]) -> str:

@@ -116,6 +116,7 @@ class ZmqLink:
         self.pidfd: int | None = None
         self.lane: Lane | None = None
         self._peer: bytes | None = None
+        self._failed = False
         self._hello_decoder = msgspec.msgpack.Decoder(Hello | Fault)
         self._decoder = msgspec.msgpack.Decoder(Progress | Ready | Ids | Drafts | Fault)
         self.socket = context.socket(zmq.ROUTER)
@@ -155,8 +156,15 @@ class ZmqLink:
                 return None
             message = self._read(self._decoder, found[0])
             if message is not None:
+                self._failed = self._failed or isinstance(message, Fault)
                 return message, found[1]
         return None
+
+    def told_fault(self) -> bool:
+        """Whether the rank has said that it failed. What else it has said is lost: this is for an engine's end."""
+        while not self._failed and self.receive() is not None:
+            pass
+        return self._failed
 
     def greet(self) -> Arrived | None:
         """From ZeroMQ: the rank's hello, or why it has no lane."""

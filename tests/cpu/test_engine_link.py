@@ -366,6 +366,33 @@ def test_a_dead_process_is_a_fault_at_once(context, folder):
         handshake.advance(5.0)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_ranks_that_end_the_one_that_said_nothing_is_named(context, folder, first):
+    """Rank 1 dies; rank 0 fails in their collective, says so and ends, perhaps before the kernel is done with it."""
+    links = [ZmqLink(context, folder, rank) for rank in (0, 1)]
+    fleet = Fleet(links, EPOCH, 5.0)
+    pids = [os.fork() or time.sleep(60) or os._exit(0) for _ in links]
+    for link, pid in zip(links, pids, strict=True):
+        near, far = socket.socketpair()
+        link.hello, link.pidfd, link.lane = hello(link.rank, pid=pid), os.pidfd_open(pid), lane.Lane(far)
+        if link.rank == 0:
+            lane.Lane(near).send(msgspec.msgpack.encode(Fault(EPOCH, 1, 0, "connection closed by peer")))
+        near.close()
+
+    def end(rank):
+        os.kill(pids[rank], signal.SIGKILL)
+        os.waitpid(pids[rank], 0)
+
+    end(first)
+    later = threading.Timer(0.1, end, [1 - first])
+    later.start()
+    with pytest.raises(EngineFault) as caught:
+        list(fleet.arrivals(time.monotonic() + 5.0))
+    assert str(caught.value) == f"rank 1 (pid {pids[1]}) ended; rank 0 failed: connection closed by peer"
+    later.join()
+    fleet.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
