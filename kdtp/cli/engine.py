@@ -53,7 +53,12 @@ def run(chosen: argparse.Namespace) -> int:
     lead = command("host", "--config", json.dumps(config.mapping()))
     size = config.tp if config.tp > 1 else 0  # one rank lives in the coordinator
     group = Group(lead, command("worker"), size, str(folder / rundir.SCRATCH), logger.warning)
-    group.start()
+    try:
+        group.start()
+    except (OSError, RuntimeError) as error:  # of the system, of torch's store; what has been started ends with us
+        logger.error("the engine's processes could not be started: %s", str(error).partition("\n")[0])
+        tidy(folder)
+        guard.leave(1)
     print(f"rpc {rundir.endpoint(folder, 'rpc')}", flush=True)
     code = group.run()
     tidy(folder)

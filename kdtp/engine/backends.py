@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from kdtp.engine.child import Child
 from kdtp.engine.plan import Plan
 from kdtp.engine.request import Request
-from kdtp.engine.rpc import Client, EngineBusy, Labelled, Reply
+from kdtp.engine.rpc import EngineBusy, Labelled, Reply
 from kdtp.engine.scheduler import QueueFull
 from kdtp.messages import Terminal
 from kdtp.types import SamplingParams
@@ -122,7 +122,7 @@ class Group:
 
     def __init__(self, plan: Plan, tell: OnProgress) -> None:
         self._child = Child(plan)
-        self._client = Client(self._child.address, self._child.check)
+        self._client = self._child.client()
         try:
             self._wait_until_ready(plan.config.load_timeout, tell)
         except BaseException:

@@ -19,15 +19,27 @@ _MAX_SOCKET_PATH = 107  # sun_path of Linux, without the closing zero
 _LONGEST_NAME = "rank-0000.lane"
 
 
-def create() -> Path:
-    """A new folder, mode 0700, under $XDG_RUNTIME_DIR or the temporary folder."""
+def create(settings: str | None = None) -> Path:
+    """A new folder, mode 0700, under $XDG_RUNTIME_DIR or the temporary folder; settings: go into SETTINGS.
+
+    ValueError if it cannot be made there; nothing is left then.
+    """
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     if not os.access(base, os.W_OK):
         base = Path(tempfile.gettempdir())
     _sweep(base)
-    path = check(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base)))
-    (path / _LOCK).touch(0o600)  # also the mark by which a later sweep knows the folder
-    return path
+    path = None
+    try:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        (path / _LOCK).touch(0o600)  # also the mark by which a later sweep knows the folder
+        if settings is not None:
+            (path / SETTINGS).write_text(settings)
+        return check(path)
+    except (OSError, ValueError) as error:
+        if path is not None:
+            remove(path)
+        why = f"run folder in {base}: {error.strerror}" if isinstance(error, OSError) else error
+        raise ValueError(f"{why} (XDG_RUNTIME_DIR or TMPDIR says where it is made)") from None
 
 
 def check(path: Path) -> Path:
@@ -37,10 +49,8 @@ def check(path: Path) -> Path:
     info = path.stat()
     if info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise ValueError(f"run folder {path}: must be yours alone (chmod 700), has mode {info.st_mode & 0o777:o}")
-    if len(str(path / _LONGEST_NAME)) > _MAX_SOCKET_PATH:
-        raise ValueError(
-            f"run folder {path}: a socket's path may have {_MAX_SOCKET_PATH} characters; use a shorter one"
-        )
+    if len(os.fsencode(path / _LONGEST_NAME)) > _MAX_SOCKET_PATH:
+        raise ValueError(f"run folder {path}: a socket's path may have {_MAX_SOCKET_PATH} bytes; use a shorter one")
     return path
 
 

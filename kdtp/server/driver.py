@@ -178,8 +178,11 @@ class Driver:
     def _live(self) -> None:
         """The life of one engine."""
         self.status = None  # of the one before
-        child = Child(self._plan)
-        client = Client(child.address, child.check, self._plan.config.stall_timeout, self._wake)
+        try:
+            child = Child(self._plan)
+        except ValueError as error:  # no room for its folder: there may be again
+            raise EngineDead(str(error)) from None
+        client = child.client(self._plan.config.stall_timeout, self._wake)
         client.usages = True
         session = Session(client, self._jobs, self._plan.model.max_position_embeddings, self._note)
         try:
@@ -202,8 +205,7 @@ class Driver:
         while not self._ending:
             client.poll((), _MOMENT)
             self._look(client)
-            status = client.latest
-            if status is not None:
+            if (status := client.latest) is not None:
                 self._change(done=status.load_done, total=status.load_total)
                 if status.state == "ready":
                     return True

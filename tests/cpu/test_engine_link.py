@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
+from pathlib import Path
 from unittest.mock import Mock
 
 import msgspec
@@ -21,7 +24,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from kdtp.config import EngineConfig
+from kdtp.engine import child as children
 from kdtp.engine import lane, rankend, rundir
+from kdtp.engine.child import Child
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
 from kdtp.engine.host import Host
@@ -714,7 +719,7 @@ def test_run_folder_is_private_and_held_by_one(folder):
         rundir.check(folder / "missing")
     deep = folder / ("x" * 100)
     deep.mkdir(mode=0o700)
-    with pytest.raises(ValueError, match="107 characters"):
+    with pytest.raises(ValueError, match="107 bytes"):
         rundir.check(deep)
 
 
@@ -733,6 +738,52 @@ def test_folders_of_killed_engines_are_swept_and_no_others(monkeypatch, tmp_path
     assert sorted(tmp_path.iterdir()) == sorted([held, young, fresh, used, foreign])
     assert [path.name for path in used.iterdir()] == ["thesis.txt"]
     os.close(lock)
+
+
+@pytest.mark.parametrize(("name", "size"), [("a", 90), ("ü", 45)])
+def test_no_folder_is_left_where_sockets_have_no_room(monkeypatch, tmp_path, name, size):
+    """A path is as long as its bytes are many."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        place = Path(short) / (name * size)
+        place.mkdir()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+        with pytest.raises(ValueError, match=r"may have 107 bytes; use a shorter one \(XDG_RUNTIME_DIR or TMPDIR says"):
+            rundir.create()
+        assert not list(place.iterdir())
+
+
+def test_nothing_is_left_of_an_engine_that_cannot_be_started(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    checked = plan(EngineConfig(str(TINY), tp=2))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", Mock(side_effect=full))
+        with pytest.raises(ValueError, match=rf"run folder in {tmp_path}: No space left on device \(XDG"):
+            Child(checked)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        with pytest.raises(EngineDead, match="the engine could not be started: Too many open files"):
+            Child(checked)
+    child = Child(checked)
+    with monkeypatch.context() as patch:
+        patch.setattr("kdtp.engine.child.Client", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
+        with pytest.raises(EngineDead, match="no way to the engine: Too many open files"):
+            child.client()
+    with pytest.raises(EngineDead, match="ended with code"):
+        child.check()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_ends_though_a_forked_process_holds_its_input(monkeypatch):
+    monkeypatch.setattr(children, "_END_TIMEOUT", 30.0)
+    child = Child(plan(EngineConfig(str(TINY), tp=2)))
+    forked = os.fork() or time.sleep(60) or os._exit(0)
+    started = time.monotonic()
+    child.end()
+    child.tidy()
+    assert time.monotonic() - started < 20.0
+    os.kill(forked, signal.SIGKILL)
+    os.waitpid(forked, 0)
 
 
 def test_a_folder_of_the_user_keeps_what_is_his(tmp_path):
