@@ -197,7 +197,7 @@ def _loopback_store(size: int) -> tuple[TCPStore | None, int]:
         port,
         None,
         True,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=10),  # for this process to reach its own store: without files it never does
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )

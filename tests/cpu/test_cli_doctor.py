@@ -147,7 +147,7 @@ def test_run_folder_that_cannot_be(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
     assert run() == 1
     level, text = lines(capsys)["run folder"]
-    assert level == "FAIL" and "a socket's path may have 107 characters" in text
+    assert level == "FAIL" and "a socket's path may have 107 bytes" in text
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert run() == 0
     assert lines(capsys)["run folder"] == ("ok", f"can be made in {tmp_path}")
