@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from kdtp import files
 
 BEGIN, END, UNKNOWN, PAD = CONTROLS = ("[BOS]", "[EOS]", "[UNK]", "[PAD]")
+LEAST, MOST = 256 + len(CONTROLS), 1 << 16  # tokens: all bytes; ids of texts are kept in 16 bits
 # A line break goes with the indentation behind it, a word with the space before it; numbers come in at most 3 digits.
 _SPLIT = r"[\r\n]+[ \t]*| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\r\n]+"
 

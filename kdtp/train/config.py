@@ -52,7 +52,7 @@ class DrafterTrain(TrainConfig):
 
     prompt: Count = 256
     samples: Count = 1024
-    temperatures: tuple[Annotated[float, Range(0.0, 10.0)], ...] = (0.0,)
+    temperatures: tuple[float, ...] = (0.0,)
     anchors: Count = 16
     decay: Annotated[float, Range(0.01, 1e6)] = 4.0
 
@@ -62,6 +62,9 @@ class DrafterTrain(TrainConfig):
             raise ConfigError(f"train.prompt = {self.prompt}: must be below seq, {self.seq}", "prompt")
         if not self.temperatures:
             raise ConfigError("train.temperatures: must not be empty", "temperatures")
+        for temperature in self.temperatures:
+            if not 0.0 <= temperature <= 10.0:
+                raise ConfigError(f"train.temperatures = {temperature}: must be 0..10", "temperatures")
 
 
 T = TypeVar("T", bound=TrainConfig)

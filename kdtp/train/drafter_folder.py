@@ -16,7 +16,9 @@ from kdtp.train.folder import bf16, write_json
 
 def complete(recipe: Mapping[str, Any], target: ModelConfig, mask_token_id: int) -> dict[str, Any]:
     """config.json of a recipe's drafter for this target: what the target decides is filled in."""
-    nested = {**recipe.get("dflash_config", {}), "mask_token_id": mask_token_id}
+    nested = recipe.get("dflash_config", {})
+    if isinstance(nested, dict):  # what else it may be is refused with the rest
+        nested = {**nested, "mask_token_id": mask_token_id}
     return {
         **recipe,
         "hidden_size": target.hidden_size,

@@ -36,7 +36,7 @@ class DrafterJob:
         rows = torch.randint(len(self._samples), (train.batch,), generator=generator)
         # Different places in each text, all of them with something to see and a whole block to foretell.
         chances = torch.rand(train.batch, train.seq - self._slots - 1, generator=generator)
-        starts = 1 + chances.topk(min(train.anchors, chances.shape[1]), -1).indices
+        starts = 1 + chances.topk(train.anchors, -1).indices
         losses, _ = self._blocks(self._samples[rows.to(self.device)].long(), starts.to(self.device))
         return losses
 

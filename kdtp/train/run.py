@@ -65,11 +65,14 @@ def target(options: Options) -> None:
     text = corpus.read(options.corpus)
     torch.manual_seed(options.seed)
     model = folder.build(values, f"{options.recipe}: model", train.dropout).to(device)
-    positions = model.config.max_position_embeddings
+    positions, size = model.config.max_position_embeddings, model.config.vocab_size
+    if not bpe.LEAST <= size <= bpe.MOST:
+        legal = f"{bpe.LEAST}..{bpe.MOST}, to train a tokenizer for it"
+        raise ConfigError(f"{options.recipe}: model: vocab_size = {size}: must be {legal}", "vocab_size")
     if train.seq > positions:
         raise ConfigError(f"train.seq = {train.seq}: must be at most max_position_embeddings, {positions}", "seq")
     with _place(options), Screen("target") as screen:
-        tokens = _tokenizer(options.out, text, model.config.vocab_size, screen)
+        tokens = _tokenizer(options.out, text, size, screen)
         ids, held_out = corpus.encode(text.train, tokens), corpus.encode(text.held_out, tokens)
         screen.say(f"{len(ids):,} tokens to train on, {len(held_out):,} held out")
         begin, end = (tokens.controls[name] for name in (bpe.BEGIN, bpe.END))
@@ -101,9 +104,7 @@ def drafter(options: Options, target_folder: Path) -> None:
         raise ConfigError(f"{target_folder}: the tokenizer has no {bpe.UNKNOWN}, which is to be the mask")
     values = drafter_folder.complete(recipe, model.config, tokens.controls[bpe.UNKNOWN])
     network = dflash.parse(values, f"{options.recipe}: model")
-    if train.seq > model.config.max_position_embeddings or train.seq <= network.block_size:
-        legal = f"{network.block_size + 1}..{model.config.max_position_embeddings}"
-        raise ConfigError(f"train.seq = {train.seq}: must be {legal} with this target and block", "seq")
+    _check_places(train, network.block_size, model.config.max_position_embeddings)
     torch.manual_seed(options.seed)
     trained = Drafter(network).to(device)
     key = [values, _digest(_all(model))]
@@ -121,6 +122,18 @@ def drafter(options: Options, target_folder: Path) -> None:
             {"target": target_folder.name, "texts of the target": f"{len(samples)} of {train.seq} tokens"}
             | _run_facts(train, loop, job),
         )
+
+
+def _check_places(train: DrafterTrain, block: int, positions: int) -> None:
+    """A sequence has room for its blocks, also behind its prompt."""
+    places = train.seq - block
+    for key, value, least, most, of in (
+        ("seq", train.seq, block + 1, positions, "this target and block"),
+        ("prompt", train.prompt, 1, places + 1, f"seq {train.seq} and block {block}"),
+        ("anchors", train.anchors, 1, places, f"seq {train.seq} and block {block}"),
+    ):
+        if not least <= value <= most:
+            raise ConfigError(f"train.{key} = {value}: must be {least}..{most} with {of}", key)
 
 
 @contextmanager

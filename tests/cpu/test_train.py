@@ -272,11 +272,13 @@ def test_bad_input_is_refused_before_training(place: Path, target: Path, capsys:
         place / "wrong.json", {"model": cases.MODEL | {"n_group": 2}, "train": cases.TARGET["train"]}
     )
     odd = cases.write_recipe(place / "odd.json", {**cases.TARGET, "train": {**cases.TARGET["train"], "batsh": 3}})
+    many = cases.write_recipe(place / "many.json", {**cases.TARGET, "model": cases.MODEL | {"vocab_size": 65537}})
     for given, said in (
         (["--corpus", empty], "0 characters of Python source to train on: must be at least 1000"),
         (["--corpus", empty / "none"], "empty/none: must be a folder, of Python source"),
         (["--recipe", wrong], "n_group = 2: a model to train has"),
         (["--recipe", odd], "batsh"),
+        (["--recipe", many], "model: vocab_size = 65537: must be 260..65536, to train a tokenizer for it"),
         (["--recipe", empty / "none.json"], "none.json: no such file"),
         (["--seq", "97"], "train.seq = 97: must be at most max_position_embeddings, 96"),
         (["--batch", "0"], "train.batch = 0: must be 1.."),
@@ -290,6 +292,17 @@ def test_bad_input_is_refused_before_training(place: Path, target: Path, capsys:
     if not torch.cuda.is_available():
         assert cases.train("target", place / "no", *flags(place), "--device", "cuda") == 2
         assert "this torch sees no GPU" in capsys.readouterr().err
+    d = cases.DRAFTERS[2]
+    for part, values, said in (
+        ("train", {"temperatures": [0.5, -1]}, "train.temperatures = -1.0: must be 0..10"),
+        ("train", {"anchors": 45}, "train.anchors = 45: must be 1..44 with seq 48 and block 4"),
+        ("train", {"prompt": 46}, "train.prompt = 46: must be 1..45 with seq 48 and block 4"),
+        ("model", {"dflash_config": 3}, "dflash_config = 3: must be an object"),
+    ):
+        path = cases.write_recipe(place / "odd_drafter.json", {**d, part: d[part] | values})
+        given = [*drafter_flags(place, target, 2), "--recipe", path]
+        assert cases.train("drafter", place / "no", *given) == 2
+        assert said in capsys.readouterr().err
     too_long = drafter_flags(place, Path("pair"), 1)  # the target that ships, which takes this many tokens
     assert cases.train("drafter", place / "no", *too_long, "--seq", "2049") == 2
     assert "train.seq = 2049: must be 5..2048 with this target" in capsys.readouterr().err
