@@ -234,25 +234,18 @@ def test_a_loss_that_is_no_number(
     assert not (place / "nan" / "training" / "checkpoint.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
+def drafters(target: Path, place: Path) -> dict[int, Path]:
+    """By version; their runs were not interrupted."""
+    found = {version: place / f"drafter_{version}" for version in cases.DRAFTERS}
+    for version, out in found.items():
+        assert cases.train("drafter", out, *drafter_flags(place, target, version)) == 0
+    return found
+
+
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_trained_drafter_drafts_for_its_target(
-    target: Path, place: Path, version: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, whole = place / f"drafter_{version}", place / f"whole_{version}"
-    given = drafter_flags(place, target, version)
-    with monkeypatch.context() as patch:
-        _at_step(patch, DrafterJob, 14, _die)
-        with pytest.raises(Stop):
-            cases.train("drafter", out, *given, "--checkpoint-every", 10)
-    (whole / "training").mkdir(parents=True)
-    shutil.copy(out / "training" / "samples.safetensors", whole / "training")  # which take most of the time
-    for folder_ in (out, whole):
-        assert cases.train("drafter", folder_, *given, "--checkpoint-every", 10) == 0
-    assert cases.losses(out) == cases.losses(whole) and max(cases.losses(out)) == 20
-    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    texts = (out / "training" / "samples.safetensors").read_bytes()
-    assert cases.train("drafter", out, *given, "--seed", "1") == 2  # and the texts of the run there are not lost
-    assert (out / "training" / "samples.safetensors").read_bytes() == texts
+def test_a_trained_drafter_drafts_for_its_target(target: Path, drafters: dict[int, Path], version: int) -> None:
+    out = drafters[version]
     assert min(cases.losses(out).values()) < max(cases.losses(out).values()) - 0.1
     assert f"version {version}" in (out / "MODEL_CARD.md").read_text()
     tokens = tokenizer.load(target)
@@ -263,6 +256,25 @@ def test_a_trained_drafter_drafts_for_its_target(
             texts += engine.generate([prompt], params)
     plain, drafted = texts
     assert drafted.tokens == plain.tokens and len(plain.tokens) == 20
+
+
+def test_a_drafters_run_goes_on_to_the_same_end(
+    target: Path, place: Path, drafters: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, given = place / "drafter_killed", [*drafter_flags(place, target, 2), "--checkpoint-every", "10"]
+    samples = out / "training" / "samples.safetensors"
+    samples.parent.mkdir(parents=True)
+    shutil.copy(drafters[2] / "training" / samples.name, samples)
+    with monkeypatch.context() as patch:
+        _at_step(patch, DrafterJob, 14, _die)
+        with pytest.raises(Stop):
+            cases.train("drafter", out, *given)
+    texts = samples.read_bytes()
+    assert cases.train("drafter", out, *given, "--seed", "1") == 2  # and the texts of the run there are not lost
+    assert samples.read_bytes() == texts
+    assert cases.train("drafter", out, *given) == 0
+    assert cases.losses(out) == cases.losses(drafters[2]) and max(cases.losses(out)) == 20
+    assert (out / "model.safetensors").read_bytes() == (drafters[2] / "model.safetensors").read_bytes()
 
 
 def test_bad_input_is_refused_before_training(place: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
