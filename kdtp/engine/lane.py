@@ -119,11 +119,15 @@ class Lane:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listener, not blocking, in the place of what a killed engine may have left there."""
-    path.unlink(missing_ok=True)
+    """A listener, not blocking, in the place of what a killed engine may have left there. ValueError if it has none."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"lane {path}: {error.strerror}") from None
     listener.setblocking(False)
-    listener.bind(str(path))
     listener.listen(_BACKLOG)
     return listener
 

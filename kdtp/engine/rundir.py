@@ -55,8 +55,11 @@ def check(path: Path) -> Path:
 
 
 def lock(path: Path) -> int:
-    """Hold the folder for this process: a file descriptor to keep open. ValueError if another engine runs in it."""
-    return _hold(path, os.O_CREAT)
+    """Hold the folder for this process: a file descriptor to keep open. ValueError if it cannot, as another does."""
+    try:
+        return _hold(path, os.O_CREAT)
+    except OSError as error:
+        raise ValueError(f"run folder {path}: {_LOCK}: {error.strerror}") from None
 
 
 def _hold(path: Path, flags: int) -> int:
@@ -81,7 +84,7 @@ def lane(path: Path, rank: int) -> Path:
 
 def clean(path: Path) -> None:
     """Delete what an engine made in the folder, and nothing else."""
-    for made in (found for pattern in _MADE for found in path.glob(pattern)):
+    for made in (found for pattern in _MADE for found in path.glob(pattern) if not found.is_dir()):
         made.unlink(missing_ok=True)
     shutil.rmtree(path / SCRATCH, ignore_errors=True)
 

@@ -794,3 +794,11 @@ def test_a_folder_of_the_user_keeps_what_is_his(tmp_path):
     os.close(rundir.lock(tmp_path))
     rundir.clean(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    (tmp_path / "rank-3.lane").mkdir()
+    with pytest.raises(ValueError, match=r"lane .*rank-3\.lane: Is a directory"):
+        lane.listen(tmp_path / "rank-3.lane")
+    (tmp_path / "lock").symlink_to("thesis.txt")
+    with pytest.raises(ValueError, match=r"run folder .*: lock: Too many levels of symbolic links"):
+        rundir.lock(tmp_path)
+    rundir.clean(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-3.lane", "thesis.txt"]
