@@ -19,15 +19,17 @@ def kv_write(kv: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
     kv.index_copy_(0, rows, new)
 
 
-def kv_move(kv: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """kv[:, target[i]] = kv[:, source[i]] for all layers, in place; every source is read before any write.
+def kv_move(kv: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offsets: torch.Tensor) -> None:
+    """kv[:, target[i]] = kv[:, source[i]] for all layers, in place; every source is read before any write of its group.
 
-    kv [layers, N, D], source, target int64 [n], targets distinct. Raises as kernels.check.
+    kv [layers, N, D], source, target int64 [n], targets distinct; offsets int32 [groups + 1]: where each group begins,
+    and n; no group reads what another writes. Raises as kernels.check.
     """
     if kv.is_cuda:
-        cuda.kv_move(kv, source, target)
+        cuda.kv_move(kv, source, target, offsets)
         return
     check("kv_move", "kv", kv, FLOATS, None, None, None)
     check("kv_move", "source", source, INDEX, None)
     check("kv_move", "target", target, INDEX, source.shape[0])
+    check("kv_move", "offsets", offsets, (torch.int32,), None)
     kv.index_copy_(1, target, kv.index_select(1, source))

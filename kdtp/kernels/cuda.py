@@ -275,10 +275,10 @@ def topk_logsumexp(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     return lp, ids
 
 
-def kv_move(kv: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """As kernels.kv_move, the moves of one sequence."""
-    offsets = torch.tensor([0, source.shape[0]], dtype=torch.int32, device=kv.device)
-    layers, rows, width = kv.shape
-    shape: Fields = {"layers": layers, "layer_rows": rows, "width": width, "groups": 1, "dtype": _dtype("kv_move", kv)}
+def kv_move(kv: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offsets: torch.Tensor) -> None:
+    """As kernels.kv_move."""
+    (layers, rows, width), groups = kv.shape, offsets.shape[0] - 1
+    shape: Fields = {"layers": layers, "layer_rows": rows, "width": width, "groups": groups}
+    shape |= {"dtype": _dtype("kv_move", kv)}
     fields: Fields = {"kv": kv, "source": source, "target": target, "offsets": offsets} | shape
     _run("kv_move", fields, kv.device)

@@ -8,7 +8,7 @@ import torch
 
 from kdtp import kernels
 from kdtp.config import ModelConfig
-from kdtp.types import PAGE_ROWS, page_rows
+from kdtp.types import PAGE_ROWS, Move, page_rows
 
 
 class PagedCache:
@@ -77,16 +77,26 @@ class PagedCache:
         if count > len(self._lines[seq]):
             raise RuntimeError(f"sequence {seq}: row {count - 1} lies beyond its {len(self._lines[seq])} rows")
 
-    def move(self, seq: int, start: int, kept: Sequence[int]) -> None:
-        """Rows start + kept[k] become rows start + k in all layers; the rows behind them have no content any more."""
-        line = self.line(seq, start + kept[-1] + 1)
-        far = [k for k, row in enumerate(kept) if row != k]
-        if far:
-            rows = torch.stack([line[[start + kept[k] for k in far]], line[[start + k for k in far]]])
-            source, target = rows.to(self.kv.device)
-            kernels.kv_move(self.kv, source, target)
+    def move(self, moves: Sequence[Move]) -> None:
+        """Of each of these sequences, rows start + rows[k] become rows start + k in all layers; the rows behind them
+        have no content any more."""
+        source: list[int] = []
+        target: list[int] = []
+        offsets = [0]
+        for move in moves:
+            places = self.places(move.seq, move.start, move.rows[-1] + 1)
+            far = [(row, k) for k, row in enumerate(move.rows) if row != k]
+            source += [places[row] for row, _ in far]
+            target += [places[k] for _, k in far]
+            offsets.append(len(source))
+        if source:
+            device, count = self.kv.device, len(source)
+            rows = torch.tensor([*source, *target, *offsets], pin_memory=device.type == "cuda")
+            rows = rows.to(device, non_blocking=True)
+            kernels.kv_move(self.kv, rows[:count], rows[count : 2 * count], rows[2 * count :].int())
         if self._poison:
-            self.kv[:, self._lines[seq][start + len(kept) :].to(self.kv.device)] = torch.nan
+            for move in moves:
+                self.kv[:, self._lines[move.seq][move.start + len(move.rows) :].to(self.kv.device)] = torch.nan
 
     def release(self, seqs: Iterable[int]) -> None:
         """Forget sequences. What their pages hold stays, until they are another's."""

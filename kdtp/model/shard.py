@@ -186,10 +186,9 @@ class Shard:
             after.setdefault(layer, []).append(part)
         return after
 
-    def commit(self, moves: Iterable[Move]) -> None:
+    def commit(self, moves: Sequence[Move]) -> None:
         """Make the kept rows of verified trees committed ones."""
-        for move in moves:
-            self.cache.move(move.seq, move.start, move.rows)
+        self.cache.move(moves)
 
     def release(self, seqs: Iterable[int]) -> None:
         """Forget sequences and their rows."""

@@ -33,7 +33,10 @@ OPS = {
     "silu_mul": (kernels.silu_mul, [("x", (2, 6), F)]),
     "embedding": (lambda i, w: kernels.embedding(i, w, 0), [("ids", (2,), I), ("weight", (3, 4), F)]),
     "kv_write": (kernels.kv_write, [("kv", (5, 4), F), ("rows", (2,), I), ("new", (2, 4), F)]),
-    "kv_move": (kernels.kv_move, [("kv", (2, 5, 4), F), ("source", (2,), I), ("target", (2,), I)]),
+    "kv_move": (
+        kernels.kv_move,
+        [("kv", (2, 5, 4), F), ("source", (2,), I), ("target", (2,), I), ("offsets", (2,), torch.int32)],
+    ),
     "mla_tree": (
         lambda q, kv: kernels.mla_tree(q, kv, keys(), 1.0, 2),
         [("q", (2, 3, 4), F), ("kv", (5, 4), F)],

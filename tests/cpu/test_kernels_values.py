@@ -87,7 +87,7 @@ def test_kv_move_for_every_overlap(kept):
     kv = draw(2, 9, 3)
     source, target = torch.tensor(kept) + 2, torch.arange(len(kept)) + 2
     before = kv.clone()
-    kernels.kv_move(kv, source, target)
+    kernels.kv_move(kv, source, target, torch.tensor([0, len(kept)], dtype=torch.int32))
     assert_same_bits(kv[:, target], before[:, source])
     others = [row for row in range(9) if row not in target.tolist()]
     assert_same_bits(kv[:, others], before[:, others])
@@ -96,7 +96,7 @@ def test_kv_move_for_every_overlap(kept):
 def test_kv_move_reads_all_sources_first():
     # A cycle, which no order of single copies gives.
     kv = torch.arange(4.0).view(1, 4, 1).clone()
-    kernels.kv_move(kv, torch.tensor([1, 2, 0]), torch.tensor([0, 1, 2]))
+    kernels.kv_move(kv, torch.tensor([1, 2, 0]), torch.tensor([0, 1, 2]), torch.tensor([0, 3], dtype=torch.int32))
     assert kv.flatten().tolist() == [1, 2, 0, 3]
 
 

@@ -5,6 +5,7 @@ import torch
 from model_cases import RANDOM
 
 from kdtp.model.cache import PagedCache
+from kdtp.types import Move
 
 CONFIG = RANDOM["micro"]
 
@@ -51,7 +52,7 @@ def test_rows_beyond_the_table():
     with pytest.raises(RuntimeError, match="sequence 1: row 65 lies beyond its 64 rows"):
         c.places(1, 64, 2)
     with pytest.raises(RuntimeError, match="sequence 1: row 64 lies beyond"):
-        c.move(1, 60, [0, 4])
+        c.move([Move(1, 60, (0, 4))])
     with pytest.raises(RuntimeError, match="sequence 9 has no page table"):
         c.release([9])
 
@@ -69,15 +70,19 @@ def test_released_pages_are_free_and_empty():
         c.line(1, 1)
 
 
-def test_a_move_over_a_page_border_in_all_layers():
+def test_moves_over_a_page_border_in_all_layers():
     c = cache(poison=True)
     c.append(1, [5, 0])
     line = c.line(1, 128)
     c.kv[:, line] = torch.arange(128.0)[:, None].expand(CONFIG.num_hidden_layers, 128, CONFIG.kv_row)
-    c.move(1, 61, [0, 2, 3, 7])
-    found = c.kv[:, line]
+    c.append(2, [3, 1])
+    other = c.line(2, 128)
+    c.kv[:, other] = torch.arange(1000.0, 1128.0)[:, None].expand(CONFIG.num_hidden_layers, 128, CONFIG.kv_row)
+    c.move([Move(1, 61, (0, 2, 3, 7)), Move(2, 62, (0, 1, 4))])
+    found, others = c.kv[:, line], c.kv[:, other]
     assert (found[:, :65, 0] == torch.tensor([*range(61), 61, 63, 64, 68]).float()).all()
     assert found[:, 65:].isnan().all()
+    assert (others[:, :65, 0] == 1000.0 + torch.tensor([*range(64), 66]).float()).all() and others[:, 65:].isnan().all()
 
 
 def test_committed_pages_may_be_shared_and_are_then_read_only():
