@@ -14,7 +14,8 @@ First table: `of best` is against the best of the others; `plain` the share of r
 per round, by stage; `else` is what is done around the stages. Second table, of `auto`, to see why it loses if it does:
 share of rounds with a draft; number of trials (drafts while drafting does not pay), and the share of time of the rounds
 they were in; mean milliseconds of rounds without trees, of those with, and of drafts (building included), each with
-what was expected over what it took; milliseconds per round in the policy's own Python; graphs captured while counting.
+what was expected over what it took; draft tokens hoped for over those accepted; milliseconds per round in the policy's
+own Python; graphs captured while counting.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ from kdtp.engine.plan import plan  # noqa: E402
 from kdtp.engine.request import STAGES, Request  # noqa: E402
 from kdtp.engine.worker import Worker  # noqa: E402
 from kdtp.messages import Terminal, Tokens  # noqa: E402
+from kdtp.proposals import Grown  # noqa: E402
 from kdtp.spec.width import Policy  # noqa: E402
 from kdtp.train import corpus  # noqa: E402
 from kdtp.types import SamplingParams  # noqa: E402
@@ -51,7 +53,7 @@ from scripts.measure import machine, table  # noqa: E402
 
 KINDS = ("plain", "wide", "draft")  # what a policy expects something of: rounds without trees and with, and drafts
 HEADS = ("tokens/s", "of best", "tokens/round", "nodes", "plain", "ms/round", *STAGES[1:], "else")
-WHY = ("auto", "drafted", "trials", "of time", *(f"{kind}, ms" for kind in KINDS), "own ms", "captured")
+WHY = ("auto", "drafted", "trials", "of time", *(f"{kind}, ms" for kind in KINDS), "hoped", "own ms", "captured")
 _PROMPTS = 64
 T = TypeVar("T")
 
@@ -95,9 +97,11 @@ class Told(Policy):
         self._note("wide" if rows > seqs else "plain", self.rounds.seconds(seqs, rows, context), seconds)
         self._timed(super().learn, seqs, rows, context, seconds)
 
-    def learn_tree(self, *values: Any) -> None:
+    def learn_tree(self, grown: Grown, accepted: Collection[int]) -> None:
         """As Policy."""
-        self._timed(super().learn_tree, *values)
+        worth = self.calibration.worth(grown.scores, grown.tree.parents)
+        self.sums.update({"hoped": sum(worth[1:]), "accepted": len(accepted) - 1})
+        self._timed(super().learn_tree, grown, accepted)
 
     def line(self, rounds: int, wall: float) -> list[object]:
         """Of the second table."""
@@ -106,7 +110,8 @@ class Told(Policy):
             took, count = sums[kind, "took"], sums[kind]
             each.append(f"{1e3 * took / count:.2f} x {sums[kind, 'expected'] / took:.2f}" if count else "-")
         shares = f"{sums['draft'] / rounds:.1%}", sums["trials"], f"{sums['tried'] / wall:.1%}"
-        return ["", *shares, *each, f"{1e3 * sums['own'] / rounds:.3f}"]
+        hoped = f"{sums['hoped'] / sums['accepted']:.2f}" if sums["accepted"] else "-"
+        return ["", *shares, *each, hoped, f"{1e3 * sums['own'] / rounds:.3f}"]
 
 
 class Load:
