@@ -16,7 +16,7 @@ from kdtp.model.indices import Shape, padding
 from kdtp.types import GRAPH_ROWS, PAGE_ROWS, SeqRows, power
 
 ROWS = GRAPH_ROWS
-CHUNKS = 128  # rows of the largest graph with part of a prompt: they differ, and capturing costs more than it saves
+PROMPTS = 128  # rows of the largest graph for prompts alone: they differ, and capturing costs more than it saves
 SHORTEST = 1024  # positions; contexts double from here, as the attention's grid grows with what is possible
 Forward = Callable[[torch.Tensor, Shape], torch.Tensor]  # index buffer on the device -> logits [R, n]
 
@@ -24,7 +24,8 @@ Forward = Callable[[torch.Tensor, Shape], torch.Tensor]  # index buffer on the d
 def bucket(seqs: Sequence[SeqRows]) -> Shape | None:
     """The shape whose graph runs a batch; None for one without: too many rows, or none to choose a token at."""
     rows, picked = sum(len(seq.tokens) for seq in seqs), sum(seq.pick for seq in seqs)
-    if rows > (ROWS[-1] if picked == rows else CHUNKS) or picked == 0:
+    decoding = any(seq.pick == len(seq.tokens) for seq in seqs)
+    if rows > (ROWS[-1] if decoding else PROMPTS) or picked == 0:
         return None
     return padded(rows, len(seqs), max(seq.start for seq in seqs))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kdtp.model.batch import place, plan_host
 from kdtp.model.cache import PagedCache
-from kdtp.model.graphs import CHUNKS, ROWS, SHORTEST, bucket, padded, usual
+from kdtp.model.graphs import PROMPTS, ROWS, SHORTEST, bucket, padded, usual
 from kdtp.model.indices import Shape, exact, padding, plan_device, views
 from kdtp.types import PAGE_ROWS, ROOT, SeqRows, depths
 from tests.fake_target import VOCAB, model
@@ -93,7 +93,8 @@ def test_shapes_of_graphs(case):
     seqs, cache = case
     m, picked = sum(len(seq.tokens) for seq in seqs), sum(seq.pick for seq in seqs)
     shape = bucket(seqs)
-    if m > (ROWS[-1] if picked == m else CHUNKS) or picked == 0:
+    decoding = any(seq.pick == len(seq.tokens) for seq in seqs)
+    if m > (ROWS[-1] if decoding else PROMPTS) or picked == 0:
         assert shape is None
     else:
         assert shape.rows == min(size for size in ROWS if size >= m)
