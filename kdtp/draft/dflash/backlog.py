@@ -6,17 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from kdtp.draft.dflash.graphs import Graphs
+from kdtp.draft.dflash.graphs import MOST, Graphs
 from kdtp.draft.dflash.network import DFlash
-
-MOST = 512  # rows of features that wait
 
 
 class Backlog:
     """What `network` is to absorb before it drafts: each row as it would be alone, whatever waits with it.
 
-    features [MOST, width], of the network's dtype and device: of the rows that wait. graphs: of the network, made to
-    read them there, if it has any.
+    features [MOST, width], of the network's dtype and device: of the rows that wait, at most as many as a graph absorbs.
+    graphs: of the network, made to read them there, if it has any.
     """
 
     def __init__(self, network: DFlash, width: int, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ from kdtp.log import logger
 from kdtp.types import power
 
 SHORTEST = 1024  # context rows of a draft; from here they double
-FEWEST, MOST = 8, 512  # rows that are absorbed; as many as may wait for it (backlog)
+FEWEST, MOST = 8, 512  # rows that are absorbed
 MOST_SEQS = 32  # that are drafted for: padding costs memory, and launches matter less the more there are
 
 
