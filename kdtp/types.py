@@ -16,6 +16,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+TILE = 4  # rows of every product on a CPU, filled up with zeros: kdtp.kernels.linear says why
 PAGE_ROWS = 64  # rows of latent KV in one page, on every rank
 # Of a rank on a CPU. From 9 on, MKL for Intel cuts the 4 rows of a product between threads, not summed alike.
 MOST_THREADS = 8

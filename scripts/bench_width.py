@@ -23,11 +23,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kdtp.kernels import TILE  # noqa: E402
 from kdtp.spec.costs import Costs  # noqa: E402
 from kdtp.spec.width import Policy  # noqa: E402
 from kdtp.text import tokenizer  # noqa: E402
-from kdtp.types import GRAPH_ROWS  # noqa: E402
+from kdtp.types import GRAPH_ROWS, TILE  # noqa: E402
 from scripts.width_drafts import TEXTS, WIDEST, Drafted, of_text, rounds, synthetic  # noqa: E402
 
 BUDGETS = (7, 15, 31, WIDEST)

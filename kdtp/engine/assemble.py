@@ -12,12 +12,9 @@ from kdtp.engine.coordinator import Coordinator
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
 from kdtp.engine.link import Link, LocalLink
-from kdtp.engine.network import placed
 from kdtp.engine.plan import Plan
-from kdtp.engine.worker import Worker
 from kdtp.grammar import Grammars
 from kdtp.messages import FromWorker, Progress
-from kdtp.model.comm import Solo
 
 
 def local_link(on_progress: Callable[[int, int], None] = lambda done, total: None) -> LocalLink:
@@ -25,6 +22,9 @@ def local_link(on_progress: Callable[[int, int], None] = lambda done, total: Non
 
     on_progress: told bytes loaded and to load while it loads, when nobody can receive yet.
     """
+    from kdtp.engine.worker import Worker  # torch: a coordinator of other processes does without
+    from kdtp.model.comm import Solo
+
     link = LocalLink(0)
 
     def emit(message: FromWorker, frame: bytes | None) -> None:
@@ -47,7 +47,12 @@ def assemble(plan: Plan, links: Sequence[Link], serves: bool = False) -> tuple[C
     fleet = Fleet(links, epoch=secrets.randbits(52), step_timeout=config.step_timeout, busy=config.busy_wait == "on")
     known = {golden.prompt: golden.tokens} if golden else {}
     on_gpu = config.device == "cuda"
-    drafter = draft.make(config.drafter, known, plan.model.vocab_size, placed(config, fleet), on_gpu)
+    network = None
+    if config.drafter.network:
+        from kdtp.engine.network import placed  # torch, too
+
+        network = placed(config, fleet)
+    drafter = draft.make(config.drafter, known, plan.model.vocab_size, network, on_gpu)
     grammars = Grammars(config.tokenizer or config.model, plan.model.vocab_size, plan.model.eos_token_ids)
     if serves:
         threading.Thread(target=grammars.prepare, daemon=True).start()

@@ -15,13 +15,12 @@ from kdtp.engine.outcome import Outcome
 from kdtp.engine.pages import PagePool, pages_for
 from kdtp.engine.request import GREEDY
 from kdtp.engine.scheduler import Turn
-from kdtp.kernels import TILE
 from kdtp.log import logger
 from kdtp.messages import Begin
 from kdtp.proposals import Grown
 from kdtp.spec.costs import Costs
 from kdtp.spec.width import Policy
-from kdtp.types import GRAPH_ROWS, ROOT, SeqRows, power
+from kdtp.types import GRAPH_ROWS, ROOT, TILE, SeqRows, power
 
 _PATIENCE = 3.0  # seconds of measuring, captures not counted; what is left is read off the curve
 _RUNS = 3  # of each size

@@ -11,7 +11,7 @@ op keeps it, and tests hold it for MKL's kernels for Intel and AMD.
 from kdtp.kernels.act import silu_mul
 from kdtp.kernels.cache import kv_move, kv_write
 from kdtp.kernels.embedding import embedding
-from kdtp.kernels.linear import TILE, empty_weight, linear, linear_heads
+from kdtp.kernels.linear import empty_weight, linear, linear_heads
 from kdtp.kernels.mla import BLOCK, Keys, mla_tree, plan_keys
 from kdtp.kernels.moe import moe
 from kdtp.kernels.norm import add_rms_norm, rms_norm
@@ -23,7 +23,6 @@ from kdtp.kernels.tree import Trees, Walks, tree_accept, tree_build
 
 __all__ = [
     "BLOCK",
-    "TILE",
     "Keys",
     "Routing",
     "Trees",

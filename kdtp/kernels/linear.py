@@ -9,11 +9,11 @@ from torch.nn.functional import pad
 
 from kdtp.kernels import cuda
 from kdtp.kernels.check import FLOATS, check
+from kdtp.types import TILE
 
 # A BLAS picks its kernel, and with it the order of summation, by the shape of the product. So every product is done
 # at one height: the last tile is filled up with zero rows. Within a tile, too, a row must give the same in every place:
-# 4 rows are one register block of every kernel measured, while 8 are more than one in MKL's for AVX2, and not alike.
-TILE = 4
+# TILE rows are one register block of every kernel measured, while 8 are more than one in MKL's for AVX2, and not alike.
 
 # Columns that fill no vector go through other loops, where place and address of a row may decide its bits (MKL's on
 # AMD: 5 to 11 columns). So every product is of whole vectors: of 16 float32, the widest there are.

@@ -9,7 +9,8 @@ import torch
 from kdtp.kernels import cuda
 from kdtp.kernels.act import silu_mul
 from kdtp.kernels.check import FLOAT32, FLOATS, INDEX, check, check_rows
-from kdtp.kernels.linear import TILE, narrowed, widened
+from kdtp.kernels.linear import narrowed, widened
+from kdtp.types import TILE
 
 
 def moe(

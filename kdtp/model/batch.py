@@ -12,7 +12,7 @@ from kdtp.kernels import Keys
 from kdtp.kernels.cuda import Tables
 from kdtp.model.cache import PagedCache
 from kdtp.model.indices import Shape, views
-from kdtp.types import SeqRows, depths
+from kdtp.types import TILE, SeqRows, depths
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def plan_host(seqs: Sequence[SeqRows], cache: PagedCache, cos: torch.Tensor, sin
     lines = [cache.line(seq.seq, seq.start + len(seq.tokens)) for seq in seqs]
     tokens = [token for seq in seqs for token in seq.tokens]
     positions = [seq.start + depth for seq in seqs for depth in depths(seq.parents)]
-    padding = [0] * (-len(tokens) % kernels.TILE)
+    padding = [0] * (-len(tokens) % TILE)
     where = torch.tensor(positions + padding)
     return Batch(
         tokens=torch.tensor(tokens + padding),
