@@ -30,6 +30,7 @@ _ENTERS = 1.03  # gain from which on all are drafted for; they are until it is b
 _TRIALS = 0.01  # of plain rounds is lost to trials after a while;
 _LOSS = 0.01  # of them may be lost to drafts that do not pay,
 _CREDIT = 4.0  # beside so many at first
+_CLEARLY = 0.8  # of what was expected is no chance
 
 
 class Allotted(NamedTuple):
@@ -212,8 +213,9 @@ class Policy:
         self.rounds.learn(seqs, rows, context, seconds)
 
     def learn_draft(self, asked: int, context: int, seconds: float) -> None:
-        """What drafting for so many sequences took, their trees too. Not learned after plain rounds: see `choose`."""
-        if not self._rested:
+        """What drafting for so many sequences took, their trees too. After plain rounds that is more than it usually
+        takes, see `choose`, so then it is learned from only if it is clearly less than was thought."""
+        if not self._rested or seconds < _CLEARLY * self.drafting.seconds(asked, asked, context):
             self.drafting.learn(asked, asked, context, seconds)
 
     def learn_tree(self, grown: Grown, accepted: Collection[int]) -> None:

@@ -265,6 +265,13 @@ def test_a_draft_after_plain_rounds_tells_nothing_of_one_after_another():
     policy.choose([a_chain([0.0, -0.01])], 1, 1, 1, 0, 2.0)
     policy.learn_draft(1, 0, 2.0)
     assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.2) and pauses.pays
+    policy._rested = True
+    for _ in range(10):
+        policy.learn_draft(1, 0, 0.19)  # may be chance
+    assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.2)
+    for _ in range(10):
+        policy.learn_draft(1, 0, 0.1)  # less than was thought even so
+    assert policy.drafting.seconds(1, 1, 0) <= 0.1 / 0.8
     for _ in range(20):  # now they come one after another
         assert policy.drafts(1) == 1
         policy.choose([a_chain([0.0, -0.01])], 1, 1, 1, 0, 0.4)
