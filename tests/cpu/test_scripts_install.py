@@ -37,6 +37,7 @@ case "$1 $2" in
     -V*) cat $here/version ;;
     "-c import sys, urllib"*) test -e $here/index-answers ;;
     "-c "*) test ! -e $here/is-old ;;
+    "-m compileall") echo "$*" >>$here/compiled ;;
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo venv >>$here/log ;;
     "-m pip") delay=$(cat $here/delay); echo "$*" >>$here/log; test -e $here/pip-fails || exec sleep "$delay"; exit 1 ;;
     *) echo "unexpected: $*" >>$here/log; exit 1 ;;
@@ -97,6 +98,7 @@ def test_installs_once(machine: Machine) -> None:
     assert "https://download.pytorch.org/whl/cpu gives no answer" in error
     assert machine.install() == (0, "", [])
     assert machine.install("test") == (0, "", [])
+    assert (machine.tools / "compiled").read_text() == "-m compileall -qq -j 0 .venv/lib\n"
 
 
 @pytest.mark.parametrize("change", ["pyproject.toml", "constraints.txt", "version"])

@@ -13,7 +13,7 @@ from kdtp.draft.dflash.network import DFlash
 class Backlog:
     """What `network` is to absorb before it drafts: each row as it would be alone, whatever waits with it.
 
-    features [MOST, width], of the network's dtype and device: of the rows that wait, at most as many as a graph absorbs.
+    features [MOST, width], of the network's dtype and device: of the rows that wait, at most as many as a graph takes.
     graphs: of the network, made to read them there, if it has any.
     """
 
