@@ -47,7 +47,12 @@ class Service:
         self.port = int(self.url.rpartition(":")[2])
         self.seen: set[psutil.Process] = set()
         if wait:
-            until(lambda: self.health()[0] == 200, 60, "ready")
+            try:
+                until(lambda: self.health()[0] == 200, 60, "ready")
+            except BaseException as error:
+                self.family()
+                self.__exit__(type(error), error, None)
+                raise
 
     def call(self, method: str, path: str, body: object = None, key: str | None = KEY, **headers: str) -> Any:
         """(status, JSON or text, headers) of one request; a body that is bytes goes as it is."""
