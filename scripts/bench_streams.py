@@ -54,7 +54,6 @@ from scripts.measure import machine, table  # noqa: E402
 KINDS = ("plain", "wide", "draft")  # what a policy expects something of: rounds without trees and with, and drafts
 HEADS = ("tokens/s", "of best", "tokens/round", "nodes", "plain", "ms/round", *STAGES[1:], "else")
 WHY = ("auto", "drafted", "trials", "of time", *(f"{kind}, ms" for kind in KINDS), "hoped", "own ms", "captured")
-_PROMPTS = 64
 T = TypeVar("T")
 
 
@@ -212,7 +211,7 @@ def texts(chosen: argparse.Namespace) -> list[list[int]]:
     checked = plan(EngineConfig(chosen.model))
     tokenizer = find_tokenizer(checked.config, checked.model.vocab_size, needed=True)
     assert tokenizer is not None
-    return [ids for _, ids in prompts(corpus.read(None).held_out, tokenizer, _PROMPTS, chosen.prompt_tokens, 0)]
+    return [ids for _, ids in prompts(corpus.read(None).held_out, tokenizer, chosen.prompts, chosen.prompt_tokens, 0)]
 
 
 def compare(loads: Mapping[str, Load], streams: int, chosen: argparse.Namespace) -> None:
@@ -245,6 +244,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ways", default="", help="only these, such as plain,auto")
     parser.add_argument("--answers", type=int, default=24, help="texts of each way (default 24)")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer (default 96)")
+    parser.add_argument("--prompts", type=int, default=64, help="that are continued, over and over (default 64)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of each prompt (default 64)")
     parser.add_argument("--warm", type=int, default=48, help="tokens of each stream before it counts (default 48)")
     parser.add_argument("--slice", type=float, default=0.4, help="seconds of a turn (default 0.4)")
