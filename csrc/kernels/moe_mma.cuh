@@ -67,9 +67,10 @@ template <int kTiles> struct Rows {
 };
 
 // Products w x of an item, for kSets sets of 16 outputs at a time and then for those whose weights begin `jump` steps
-// behind the end of these. The weights of the next kAhead steps are always on their way, and a single tile's rows for the next kRowsAhead;
-// more rows do not fit into registers, but come from caches. Pointers walk along, so that what is added to them is a
-// constant. kScaleRows: rows are multiplied by what the weights want as they come; else they are already.
+// behind the end of these, if the steps are a multiple of kAhead. The weights of the next kAhead steps are always on
+// their way, and a single tile's rows for the next kRowsAhead; more rows do not fit into registers, but come from
+// caches. Pointers walk along, so that what is added to them is a constant. kScaleRows: rows are multiplied by what the
+// weights want as they come; else they are already.
 template <class Weights, int kTiles, int kSets, int kAhead, bool kScaleRows> struct Stream {
   static constexpr int kRowsAhead = kTiles == 1 ? kAhead : 0, kSlots = kRowsAhead == 0 ? 1 : kRowsAhead;
   static_assert(kAhead % kSlots == 0, "slots go round with the steps");
