@@ -111,7 +111,10 @@ class Group:
 
     def _dump(self) -> None:
         """Say what ended first, and let those still there write their stacks to the log."""
-        self._say(f"failed: {self._ends[0]}")
+        # A peer that fails for a killed one may be gone before the kernel is done with that: its end is seen first. An
+        # abort may be such a failure.
+        killed = (end for end in self._ends if end.code < 0 and end.code != -signal.SIGABRT)
+        self._say(f"failed: {next(killed, self._ends[0])}")
         # One after the other, for they share the log. A stopped process is woken after it has been asked, so that the
         # first thing it does is to say where it was.
         ranks = sorted(self._pids)

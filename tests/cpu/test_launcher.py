@@ -8,6 +8,9 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+from launcher.group import LEAD, End, Group
 from tests.conftest import ROOT
 
 DEAF = """
@@ -36,3 +39,19 @@ def test_a_process_that_cannot_be_ended_is_named_and_not_waited_for(tmp_path):
     assert (done.returncode, code) == (0, "1"), said
     assert f"still there after SIGKILL: {{-1: {pid}}}" in said
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("codes", "named"),
+    [
+        ((1, -9), "rank 1 (pid 11) was killed by SIGKILL"),
+        ((1, -6), "rank 0 (pid 10) ended with code 1"),
+        ((-6,), "SIGABRT"),
+    ],
+)
+def test_who_is_named_is_who_was_killed(codes, named):
+    lines = []
+    group = Group([], [], 0, "", lines.append)
+    group._ends = [*(End(i, 10 + i, code) for i, code in enumerate(codes)), End(LEAD, 9, 70)]
+    group._dump()
+    assert lines[0].startswith("failed: ") and named in lines[0]
