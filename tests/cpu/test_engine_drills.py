@@ -123,7 +123,7 @@ def test_worker_that_drafts_is_lost(tmp_path, stopped):
         end, seconds = terminal(engine.client, request)
         assert isinstance(end, Failed) and end.code == "engine" and "rank 1" in end.message
         assert ("T (stopped)" if stopped else f"pid {victim.pid}) ended") in end.message
-        # By the deadline, which is 10 times as long as such a step takes where that is more: on a busy machine it may be.
+        # By the deadline, which on a busy machine is 10 times as long as such a step takes.
         assert seconds < 20.0 and engine.end(8.0) == EXIT_FAULT
         check_gone(engine)
 
