@@ -23,9 +23,9 @@ Forward = Callable[[torch.Tensor, Shape], torch.Tensor]  # index buffer on the d
 
 def bucket(seqs: Sequence[SeqRows]) -> Shape | None:
     """The shape whose graph runs a batch; None for one without: too many rows, or none to choose a token at."""
-    rows, picked = sum(len(seq.tokens) for seq in seqs), sum(seq.pick for seq in seqs)
+    rows = sum(len(seq.tokens) for seq in seqs)
     decoding = any(seq.pick == len(seq.tokens) for seq in seqs)
-    if rows > (ROWS[-1] if decoding else PROMPTS) or picked == 0:
+    if rows > (ROWS[-1] if decoding else PROMPTS) or not any(seq.pick for seq in seqs):
         return None
     return padded(rows, len(seqs), max(seq.start for seq in seqs))
 
