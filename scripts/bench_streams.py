@@ -11,11 +11,11 @@ graphs are captured. On a CPU all times, also those that `auto` learns from, are
 GPU of the clock.
 
 First table: `of best` is against the best of the others; `plain` the share of rounds without a tree; then milliseconds
-per round, by stage; `else` is what is done around the stages. Second table, of `auto`, to see why it loses if it does:
-share of rounds with a draft; number of trials (drafts while drafting does not pay), and the share of time of the rounds
-they were in; mean milliseconds of rounds without trees, of those with, and of drafts (building included), each with
-what was expected over what it took; draft tokens hoped for over those accepted; milliseconds per round in the policy's
-own Python; graphs captured while counting.
+per round, by stage; `else` is what is done around the stages. Second table, of a second engine with `auto`, one that
+counts, which takes time, to see why it loses if it does: share of rounds with a draft; number of trials (drafts while
+drafting does not pay), and the share of time of the rounds they were in; mean milliseconds of rounds without trees, of
+those with, and of drafts (building included), each with what was expected over what it took; draft tokens hoped for
+over those accepted; milliseconds per round in the policy's own Python; graphs captured while counting.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ from kdtp.train import corpus  # noqa: E402
 from kdtp.types import SamplingParams  # noqa: E402
 from scripts.measure import machine, table  # noqa: E402
 
+COUNTED = "auto counting"
 KINDS = ("plain", "wide", "draft")  # what a policy expects something of: rounds without trees and with, and drafts
 HEADS = ("tokens/s", "of best", "tokens/round", "nodes", "plain", "ms/round", *STAGES[1:], "else")
-WHY = ("auto", "drafted", "trials", "of time", *(f"{kind}, ms" for kind in KINDS), "hoped", "own ms", "captured")
+WHY = (COUNTED, "drafted", "trials", "of time", *(f"{kind}, ms" for kind in KINDS), "hoped", "own ms", "captured")
 T = TypeVar("T")
 
 
@@ -117,7 +118,12 @@ class Load:
     """An engine that always has so many texts to continue, by `tokens` each, and what it has done since `forget`."""
 
     def __init__(
-        self, config: EngineConfig, texts: Sequence[Sequence[int]], tokens: int, clock: Callable[[], float]
+        self,
+        config: EngineConfig,
+        texts: Sequence[Sequence[int]],
+        tokens: int,
+        clock: Callable[[], float],
+        counts: bool = False,
     ) -> None:
         link = local_link()
         self._worker: Worker = link.handle.__self__  # type: ignore[attr-defined]
@@ -125,7 +131,7 @@ class Load:
         while not handshake.advance(1.0):
             pass
         self.told = None
-        if self._coordinator.widths is not None:
+        if counts and self._coordinator.widths is not None:
             self._coordinator.widths.policy = self.told = Told(self._coordinator.widths.policy, clock)
         self._texts, self._tokens, self._clock = texts, tokens, clock
         self._ids = itertools.count(1)
@@ -192,7 +198,7 @@ class Load:
 
     def why(self) -> list[object]:
         """Of the second table."""
-        assert self.told is not None, "a fixed width"
+        assert self.told is not None, "nothing was counted"
         captured = self._worker.shard.graphs - self._captured
         return [*self.told.line(self.sums["rounds"], self.sums["wall"]), captured]
 
@@ -202,7 +208,7 @@ def ways(chosen: argparse.Namespace) -> dict[str, DrafterConfig]:
     config = DrafterConfig("dflash", model=chosen.drafter_model, budget=chosen.most)
     found = {"plain": DrafterConfig(), "chain": replace(config, shape="chain", budget=config.block - 1)}
     found |= {f"tree of {nodes}": replace(config, budget=nodes) for nodes in map(int, chosen.budgets.split(","))}
-    found["auto"] = replace(config, width="auto")
+    found["auto"] = found[COUNTED] = replace(config, width="auto")
     return found
 
 
@@ -223,10 +229,11 @@ def compare(loads: Mapping[str, Load], streams: int, chosen: argparse.Namespace)
     left, tokens = list(loads.values()), chosen.answers * (1 + streams // 8) * chosen.tokens
     while left:
         left = [load for load in left if not load.run(tokens, chosen.slice)]
-    best = max(load.rate for name, load in loads.items() if name != "auto" or len(loads) == 1)
+    others = [load.rate for name, load in loads.items() if not name.startswith("auto")]
+    best = max(others or [load.rate for load in loads.values()])
     print(f"\n{table((f'{streams} streams', *HEADS), [(name, *load.line(best)) for name, load in loads.items()])}")
-    if "auto" in loads:
-        print(table(WHY, [loads["auto"].why()]), flush=True)
+    if COUNTED in loads:
+        print(table(WHY, [loads[COUNTED].why()]), flush=True)
     for load in loads.values():
         load.end()
 
@@ -274,7 +281,7 @@ def main() -> None:
     for name, drafter in ways(chosen).items():
         if chosen.ways and name not in chosen.ways:
             continue
-        loads[name] = Load(replace(base, drafter=drafter), prompted, chosen.tokens, clock)
+        loads[name] = Load(replace(base, drafter=drafter), prompted, chosen.tokens, clock, name == COUNTED)
         print(f"{time.perf_counter() - began:.1f} s: {name} is ready", file=sys.stderr, flush=True)
     print(machine())
     for streams in map(int, chosen.streams.split(",")):

@@ -11,6 +11,7 @@ from kdtp.types import power
 
 SHORTEST = 1024  # positions; contexts are alike up to here, then by powers of two
 _FOLLOWS = 0.3  # how much of a surprise is taken for a change of pace
+_KNOWN = 3  # times of a kind, after which the next one tells of the pace
 _KEPT = 9  # newest times of a kind, whose median counts
 _STALE = 100  # times learned, after which one is forgotten: who looked dear by chance is looked at again
 
@@ -43,10 +44,12 @@ class Costs:
         """A round took so long."""
         self._round += 1
         kind, size = (power(seqs), _context(context)), self.padded(rows)
-        surprise = seconds / self.seconds(seqs, rows, context)
-        self._pace *= min(max(surprise, 0.5), 2.0) ** _FOLLOWS
+        known = self._ratios.setdefault((*kind, size), deque(maxlen=_KEPT))
+        if len(known) >= _KNOWN:  # before, a surprise tells of this kind
+            surprise = seconds / self.seconds(seqs, rows, context)
+            self._pace *= min(max(surprise, 0.5), 2.0) ** _FOLLOWS
         ratio = seconds / (self._base(size) * self.pace)
-        self._ratios.setdefault((*kind, size), deque(maxlen=_KEPT)).append((self._round, ratio))
+        known.append((self._round, ratio))
         if kind not in self._factors:
             self._factors[kind] = deque([self._factor(*kind)], maxlen=2 * _KEPT - 1)
         self._factors[kind].append(ratio)

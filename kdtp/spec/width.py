@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kdtp.proposals import Grown
@@ -23,6 +23,7 @@ BINS = 16  # of scores, half a nat each; the last has all that are lower
 _TRUST = 2.0  # accepted tokens that the drafter's own word counts for
 _FADE = 0.998  # per tree, of what was learned
 _MOST_UNIT = 1e9
+_REFRESHED = 50  # trees, after which what is known of all kinds is looked at
 _TRIED = 3  # nodes, at least, of a trial
 _NEWEST = 0.2  # how much a round counts in the gain,
 _AGES = 0.95  # and how much less after each plain round
@@ -59,15 +60,14 @@ def allot(
     # A node cannot come before those that it needs: it counts no more than they.
     places = [lowest for own in worth for lowest in itertools.accumulate(own, min)]
     order = sorted(range(len(values)), key=places.__getitem__, reverse=True)  # stable: of equals the first
-    gained = list(itertools.accumulate((values[node] for node in order), initial=tokens))
+    gained = list(itertools.accumulate(map(values.__getitem__, order), initial=tokens))
     least, count, spent = min(least, len(values)), -1, 1.0
     for most, seconds in steps:
         n = min(most, len(values))
         if n >= least and (count < 0 or gained[n] * spent > gained[count] * (before + seconds)):
             count, spent = n, before + seconds
-    sizes = [0] * len(worth)
-    for node in order[:count]:
-        sizes[owners[node]] += 1
+    taken = Counter(map(owners.__getitem__, order[:count]))
+    sizes = [taken[seq] for seq in range(len(worth))]
     return Allotted(sizes, gained[count], spent)
 
 
@@ -79,13 +79,14 @@ class Calibration:
         self._expected: defaultdict[int, float] = defaultdict(float)
         self._unit = 1.0  # grows by each tree, instead of all that fades
         self._ratios: dict[int, float] = {}  # made of these, until more is learned
+        self._learned = 0  # trees
 
     def worth(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
         """The chance of each node to be accepted, the root's 1; scores: log-probabilities of paths, of all nodes."""
-        found = [1.0]
-        for kind, score, parent in _kinds(scores, parents):
-            ratio = self._ratios.get(kind) or self._ratio(kind)
-            found.append(min(found[parent], math.exp(score) * ratio))
+        found, known = [1.0], self._ratios.get
+        for kind, score, parent in zip(_kinds(scores, parents), scores[1:], parents[1:], strict=True):
+            value, above = math.exp(score) * (known(kind) or self._ratio(kind)), found[parent]
+            found.append(value if value < above else above)
         return found
 
     def _ratio(self, kind: int) -> float:
@@ -97,26 +98,33 @@ class Calibration:
     def learn(self, scores: Sequence[float], parents: Sequence[int], accepted: Collection[int]) -> None:
         """What became of the nodes of a tree that was verified; accepted: nodes of the path."""
         self._unit /= _FADE
-        self._ratios.clear()
-        for node, (kind, score, _) in enumerate(_kinds(scores, parents), start=1):
+        kinds = _kinds(scores, parents)
+        for kind, score in zip(kinds, scores[1:], strict=True):
             self._expected[kind] += math.exp(score) * self._unit
-            if node in accepted:
-                self._accepted[kind] += self._unit
+        for node in accepted:
+            if node:
+                self._accepted[kinds[node - 1]] += self._unit
         if self._unit > _MOST_UNIT:
             for counts in (self._accepted, self._expected):
                 for kind in counts:
                     counts[kind] /= self._unit
             self._unit = 1.0
+        self._learned += 1
+        if self._learned % _REFRESHED:
+            for kind in kinds:
+                self._ratios.pop(kind, None)
+        else:  # the others fade, too
+            self._ratios.clear()
 
 
-def _kinds(scores: Sequence[float], parents: Sequence[int]) -> Iterator[tuple[int, float, int]]:
-    """Of each node but the root: its kind, which is its depth and about its score; its score and parent."""
-    depths = [0]
+def _kinds(scores: Sequence[float], parents: Sequence[int]) -> list[int]:
+    """Of each node but the root: its depth and about its score."""
+    kinds, depths = [], [0]  # times BINS
     for score, parent in zip(scores[1:], parents[1:], strict=True):
-        depth = depths[parent] + 1
+        depth, bin_ = depths[parent] + BINS, int(-2.0 * score)
         depths.append(depth)
-        bin_ = int(-2.0 * score)
-        yield BINS * depth + (bin_ if bin_ < BINS else BINS - 1), score, parent
+        kinds.append(depth + (bin_ if bin_ < BINS else BINS - 1))
+    return kinds
 
 
 class Pauses:

@@ -14,7 +14,7 @@ from scripts import bench_streams
 def test_ways_side_by_side(monkeypatch, capsys):
     for module in (coordinator, engine_widths):
         monkeypatch.setattr(module, "time", module.time)  # main puts another clock there
-    flags = ("--streams", "2,1", "--ways", "plain,tree of 3,auto", "--budgets", "3", "--most", "3")
+    flags = ("--streams", "2,1", "--ways", "plain,tree of 3,auto,auto counting", "--budgets", "3", "--most", "3")
     sizes = ("--answers", "3", "--tokens", "9", "--warm", "1", "--prompt-tokens", "8", "--slice", "0.05")
     monkeypatch.setattr(sys, "argv", ["bench_streams.py", *flags, *sizes])
     bench_streams.main()
@@ -22,11 +22,12 @@ def test_ways_side_by_side(monkeypatch, capsys):
     heads = [i for i, line in enumerate(lines) if line[1:2] == ["streams"]]
     assert [lines[i][0] for i in heads] == ["2", "1"]
     for head in heads:
-        plain, tree, auto = (lines[head + i] for i in (1, 2, 3))
+        plain, tree, auto, counting = (lines[head + i] for i in (1, 2, 3, 4))
         assert plain[0] == "plain" and plain[-8] == "100%" and plain[-9] == "0.00"
         assert tree[:3] == ["tree", "of", "3"] and tree[-8] != "100%" and 0 < float(tree[-9]) <= 2 * 3
-        assert auto[0] == "auto" and lines[head + 4][0] == "auto" and float(auto[1]) > 0
-        assert float(lines[head + 5][-2]) > 0  # the policy's own milliseconds
+        assert auto[0] == "auto" and float(auto[1]) > 0
+        assert counting[:2] == lines[head + 5][:2] == ["auto", "counting"]
+        assert float(lines[head + 6][-2]) > 0  # the policy's own milliseconds
 
 
 def test_a_way_that_is_none():
