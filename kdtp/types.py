@@ -56,9 +56,9 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 def check_parents(parents: Sequence[int]) -> None:
     """Raise ValueError unless node 0 is the root and every other parent precedes its child."""
-    if parents and parents[0] == ROOT and min(parents[1:], default=0) >= 0:
-        if all(map(operator.lt, parents, range(len(parents)))):
-            return  # each tree of each round comes here
+    rising = all(map(operator.lt, parents, range(len(parents))))
+    if rising and min(parents[1:], default=0) >= 0 and tuple(parents[:1]) == (ROOT,):
+        return  # every tree of every round comes here
     for i, parent in enumerate(parents):
         legal = parent == ROOT if i == 0 else 0 <= parent < i
         if not legal:

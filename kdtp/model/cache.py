@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kdtp import kernels
 from kdtp.config import ModelConfig
 from kdtp.types import PAGE_ROWS, Move, page_rows
+
+Rows: TypeAlias = NDArray[np.int64]
 
 
 class PagedCache:
@@ -34,13 +39,13 @@ class PagedCache:
         self._holders: dict[int, list[int]] = {}  # of each page, the sequences whose tables have it
         self._shared: dict[int, int] = {}  # per sequence, rows that it found committed when it began
         self._tables: dict[int, list[int]] = {}  # per sequence, its pages,
-        self._lines: dict[int, torch.Tensor] = {}  # and the cache row of each of its rows
+        self._lines: dict[int, Rows] = {}  # and the cache row of each of its rows
         if poison:
             self.kv.fill_(torch.nan)
 
     def append(self, seq: int, pages: Sequence[int], start: int = 0) -> None:
         """Append pages to the table of `seq`, which the first call opens; start: its rows that are committed now."""
-        known = seq in self._lines
+        known = seq in self._tables
         if known and start < self._shared[seq]:
             raise RuntimeError(f"sequence {seq}: row {start} is shared, as are all before {self._shared[seq]}")
         if known and not pages:
@@ -54,15 +59,19 @@ class PagedCache:
                 raise RuntimeError(f"sequence {seq}: page {page} already belongs to sequence {holders[0]}")
         for page in pages:
             self._holders.setdefault(page, []).append(seq)
-        new = [torch.arange(page * PAGE_ROWS, (page + 1) * PAGE_ROWS) for page in pages]
+        new = [np.arange(page * PAGE_ROWS, (page + 1) * PAGE_ROWS) for page in pages]
         if self._poison and new[shared:]:
-            self.kv[:, torch.cat(new[shared:]).to(self.kv.device)] = torch.nan
+            self._spoil(np.concatenate(new[shared:]))
         self._shared.setdefault(seq, start)
         self._tables.setdefault(seq, []).extend(pages)
-        self._lines[seq] = torch.cat([self._lines.get(seq, torch.empty(0, dtype=torch.int64)), *new])
+        self._lines[seq] = np.concatenate([self._lines.get(seq, np.empty(0, np.int64)), *new])
 
     def line(self, seq: int, count: int) -> torch.Tensor:
         """The cache row of each of the first `count` rows of `seq`, int64 [count]."""
+        return torch.from_numpy(self.array(seq, count))
+
+    def array(self, seq: int, count: int) -> Rows:
+        """As `line`, as an array: at less than half the time."""
         self._check(seq, count)
         return self._lines[seq][:count]
 
@@ -72,10 +81,11 @@ class PagedCache:
         return page_rows(self._tables[seq], start, count)
 
     def _check(self, seq: int, count: int) -> None:
-        if seq not in self._lines:
+        if seq not in self._tables:
             raise RuntimeError(f"sequence {seq} has no page table")
-        if count > len(self._lines[seq]):
-            raise RuntimeError(f"sequence {seq}: row {count - 1} lies beyond its {len(self._lines[seq])} rows")
+        rows = len(self._tables[seq]) * PAGE_ROWS
+        if count > rows:
+            raise RuntimeError(f"sequence {seq}: row {count - 1} lies beyond its {rows} rows")
 
     def move(self, moves: Sequence[Move]) -> None:
         """Of each of these sequences, rows start + rows[k] become rows start + k in all layers; the rows behind them
@@ -96,12 +106,15 @@ class PagedCache:
             kernels.kv_move(self.kv, rows[:count], rows[count : 2 * count], rows[2 * count :].int())
         if self._poison:
             for move in moves:
-                self.kv[:, self._lines[move.seq][move.start + len(move.rows) :].to(self.kv.device)] = torch.nan
+                self._spoil(self._lines[move.seq][move.start + len(move.rows) :])
+
+    def _spoil(self, rows: Rows) -> None:
+        self.kv[:, torch.from_numpy(rows).to(self.kv.device)] = torch.nan
 
     def release(self, seqs: Iterable[int]) -> None:
         """Forget sequences. What their pages hold stays, until they are another's."""
         for seq in seqs:
-            if seq not in self._lines:
+            if seq not in self._tables:
                 raise RuntimeError(f"sequence {seq} has no page table")
             del self._shared[seq], self._lines[seq]
             for page in self._tables.pop(seq):

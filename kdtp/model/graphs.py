@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kdtp.log import logger
-from kdtp.model.indices import Shape, padding
+from kdtp.model.indices import Shape, padding, path_rows
 from kdtp.types import GRAPH_ROWS, PAGE_ROWS, SeqRows, power
 
 ROWS = GRAPH_ROWS
 PROMPTS = 128  # rows of the largest graph for prompts alone: they differ, and capturing costs more than it saves
+DEEP = 32  # rows of a path, but for the few trees that are deeper: all paths of 512 rows are a megabyte to copy
 SHORTEST = 1024  # positions; contexts double from here, as the attention's grid grows with what is possible
 Forward = Callable[[torch.Tensor, Shape], torch.Tensor]  # index buffer on the device -> logits [R, n]
 
@@ -27,15 +28,18 @@ def bucket(seqs: Sequence[SeqRows]) -> Shape | None:
     decoding = any(seq.pick == len(seq.tokens) for seq in seqs)
     if rows > (ROWS[-1] if decoding else PROMPTS) or not any(seq.pick for seq in seqs):
         return None
-    return padded(rows, len(seqs), max(seq.start for seq in seqs))
+    deep = path_rows([seq for seq in seqs if len(seq.tokens) > DEEP]) > DEEP
+    return padded(rows, len(seqs), max(seq.start for seq in seqs), deep)
 
 
-def padded(rows: int, seqs: int, start: int) -> Shape:
-    """The smallest shape for at most ROWS[-1] rows of so many sequences, the longest of `start` committed rows."""
+def padded(rows: int, seqs: int, start: int, deep: bool = False) -> Shape:
+    """The smallest shape for at most ROWS[-1] rows of so many sequences, the longest of `start` committed rows; deep:
+    there is a tree with a path of more than DEEP rows."""
     m = next(size for size in ROWS if size >= rows)
     context = max(SHORTEST, power(start))
     pages = -(-(context + m) // PAGE_ROWS)
-    return Shape(rows=m, seqs=power(seqs), depth=m, pages=pages, picked=m, max_start=context)
+    depth = m if deep else min(m, DEEP)
+    return Shape(rows=m, seqs=power(seqs), depth=depth, pages=pages, picked=m, max_start=context)
 
 
 def usual(seqs: int, nodes: int) -> list[Shape]:

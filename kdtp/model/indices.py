@@ -86,17 +86,20 @@ def _host(shape: Shape, pinned: bool) -> tuple[torch.Tensor, Indices[Any]]:
 
 def exact(seqs: Sequence[SeqRows]) -> Shape:
     """The shape of this very batch."""
-    # The kernel reads no path of a chain's rows.
-    deepest = [max(depth) + 1 for depth in (depths(seq.parents) for seq in seqs) if not _is_chain(depth)]
     return Shape(
         rows=sum(len(seq.tokens) for seq in seqs),
         seqs=len(seqs),
-        depth=max(deepest, default=0),
+        depth=path_rows(seqs),
         pages=max(_pages(seq) for seq in seqs),
         picked=sum(seq.pick for seq in seqs),
         max_start=max(seq.start for seq in seqs),
         padded=False,
     )
+
+
+def path_rows(seqs: Sequence[SeqRows]) -> int:
+    """Of the longest path of a tree, its root's too; the kernel reads no path of a chain's rows."""
+    return max((max(depth) + 1 for depth in (depths(seq.parents) for seq in seqs) if not _is_chain(depth)), default=0)
 
 
 def plan_device(seqs: Sequence[SeqRows], cache: PagedCache, shape: Shape) -> torch.Tensor:
@@ -105,31 +108,37 @@ def plan_device(seqs: Sequence[SeqRows], cache: PagedCache, shape: Shape) -> tor
     The sequences' pages are in the cache's tables. RuntimeError for rows beyond a page table.
     """
     buffer, made = _host(shape, pinned=cache.kv.is_cuda)
-    first = picked = 0
+    # Lists of all sequences' rows: an assignment to an array costs about the same for all as for one.
+    tokens: list[int] = []
+    positions: list[int] = []
+    row_seq: list[int] = []
+    row_depth: list[int] = []
+    picked: list[int] = []
+    lines = []
     for b, seq in enumerate(seqs):
-        last = first + len(seq.tokens)
-        _fill(made, b, slice(first, last), seq, cache)
-        made.picked[picked : picked + seq.pick] = range(last - seq.pick, last)
-        first, picked = last, picked + seq.pick
+        first, size = len(tokens), len(seq.tokens)
+        depth, start = depths(seq.parents), seq.start
+        line = cache.array(seq.seq, start + size)
+        lines.append(line[start:])
+        made.pages[b, : _pages(seq)] = line[::PAGE_ROWS]
+        made.starts[b], made.first_row[b] = start, first
+        tokens += seq.tokens
+        positions += [start + d for d in depth]
+        row_seq += [b] * size
+        row_depth += depth
+        picked += range(first + size - seq.pick, first + size)
+        if not _is_chain(depth):
+            path = made.path[first : first + size]
+            for i, (parent, d) in enumerate(zip(seq.parents, depth, strict=True)):
+                path[i, :d] = path[parent, :d]
+                path[i, d] = i
+    rows = len(tokens)
+    made.tokens[:rows], made.positions[:rows] = tokens, positions
+    made.kv_rows[:rows] = np.concatenate(lines)
+    made.row_seq[:rows], made.row_depth[:rows] = row_seq, row_depth
+    made.pages[: len(seqs)] //= PAGE_ROWS  # of rows until here
+    made.picked[: len(picked)] = picked
     return buffer
-
-
-def _fill(made: Indices[Any], b: int, rows: slice, seq: SeqRows, cache: PagedCache) -> None:
-    depth = depths(seq.parents)
-    made.tokens[rows] = seq.tokens
-    line = cache.line(seq.seq, seq.start + len(depth)).numpy()
-    made.kv_rows[rows] = line[seq.start :]
-    made.row_seq[rows] = b
-    made.row_depth[rows] = depth
-    made.positions[rows] = made.row_depth[rows] + seq.start
-    made.starts[b] = seq.start
-    made.first_row[b] = rows.start
-    made.pages[b, : _pages(seq)] = line[::PAGE_ROWS] // PAGE_ROWS
-    if not _is_chain(depth):
-        path = made.path[rows]
-        for i, (parent, d) in enumerate(zip(seq.parents, depth, strict=True)):
-            path[i, :d] = path[parent, :d]
-            path[i, d] = i
 
 
 def _is_chain(depth: Sequence[int]) -> bool:

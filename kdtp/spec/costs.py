@@ -44,7 +44,10 @@ class Costs:
         """A round took so long."""
         self._round += 1
         kind, size = (power(seqs), _context(context)), self.padded(rows)
-        known = self._ratios.setdefault((*kind, size), deque(maxlen=_KEPT))
+        if (*kind, size) not in self._ratios:  # in the first of a shape something is set up, such as a graph
+            self._ratios[*kind, size] = deque(maxlen=_KEPT)
+            return
+        known = self._ratios[*kind, size]
         if len(known) >= _KNOWN:  # before, a surprise tells of this kind
             surprise = seconds / self.seconds(seqs, rows, context)
             self._pace *= min(max(surprise, 0.5), 2.0) ** _FOLLOWS
@@ -66,7 +69,7 @@ class Costs:
         for size in sizes:
             newest = [ratio for when, ratio in self._ratios.get((*kind, size), ()) if when > oldest]
             if len(newest) < _KEPT:
-                newest.append(common)  # one time that was by chance longer, as the first of a shape, is not alone
+                newest.append(common)  # one time that was by chance longer is not alone
             found.append(self._base(size) * _median(newest) * pace)
         return found
 
