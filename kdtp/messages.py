@@ -262,10 +262,9 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     waiting_tokens: of the requests that wait; pages_free: that can be taken now, pages_idle: those of them that are
     kept for what they hold; counters: since the start. upto: of the query; open: this client's open requests. A label
     up to `upto` that is not open has had its terminal event, or the event was lost because this client did not read.
-    usages: of those that have run, if asked for; stage_ms: time of all steps by stage; accepted: rounds in which 0, 1,
-    2 … draft tokens were; tallies: how often each "tree_nodes", "tree_depth" and "step_rows" came; step_ages: seconds
-    since each rank answered a step; patience: seconds of silence that may come. Unasked: before a longer silence than
-    usual, and as last words of an engine that broke.
+    usages: of those that have run, if asked for; stage_ms: of all steps; accepted: rounds in which 0, 1, 2 … draft
+    tokens were; tallies: how often each "tree_nodes", "tree_depth" and "step_rows" came; step_ages: seconds since each
+    rank answered; patience: of silence that may come. Unasked: before a longer one, and as last words, with a fault.
     """
 
     upto: Count
@@ -294,6 +293,7 @@ class Status(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     tallies: dict[str, dict[Count, Count]] = {}
     step_ages: tuple[float, ...] = ()
     patience: float = 60.0
+    fault: Text = ""
 
 
 Terminal = Finished | Failed | Refused

@@ -262,8 +262,9 @@ class Host:
     def _end(self, code: str, text: str) -> None:
         """One terminal event for every open request, then the workers are told, then everything is closed."""
         self._tell(self._coordinator.fail_all(code, text) + self._compiling.fail_all(code, text))
-        if code == "engine" and self._asker:  # what was counted, before it is gone
-            self._rpc.send(self._asker, self._status(self._asker, StatusQuery()))
+        if code == "engine" and self._asker:  # why, and what was counted, before it is gone
+            last = msgspec.structs.replace(self._status(self._asker, StatusQuery()), fault=text)
+            self._rpc.send(self._asker, last)
         if code == "shutdown":
             self._fleet.dismiss(text)
         self._rpc.close(_LINGER)

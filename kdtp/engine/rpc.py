@@ -177,17 +177,14 @@ class Client:
 
     def status(self, timeout: float = 10.0) -> Status:
         """The engine's picture of itself; EngineDead after `timeout` seconds without an answer."""
-        before, self.latest = self.latest, None
+        before = self.latest
         deadline = time.monotonic() + timeout
         self.ask()
-        try:
-            while self.latest is None:
-                if time.monotonic() > deadline:
-                    raise EngineDead(f"no status within {timeout:.0f} s")
-                self._pump(0.2)
-            return self.latest
-        finally:
-            self.latest = self.latest or before
+        while self.latest is before or self.latest is None:
+            if time.monotonic() > deadline:
+                raise EngineDead(f"no status within {timeout:.0f} s")
+            self._pump(0.2)
+        return self.latest
 
     def ask(self) -> None:
         """Ask for a Status, which will be `latest`, without waiting for it."""
@@ -234,23 +231,24 @@ class Client:
         ready = dict(self._poller.poll(int(seconds * 1000)))
         if self._socket in ready or (self._engine in ready and self._socket.poll(_LAST_WORDS)):
             self._heard = time.monotonic()
-            for frames in self._frames():
-                self._sort(self._decoder.decode(frames[0]), frames[1] if len(frames) > 1 else None)
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    body, *frame = self._socket.recv_multipart()
+                    self._sort(self._decoder.decode(body), frame[0] if frame else None)
         elif self._engine in ready:
-            self._alive()
+            self._check()
             raise EngineDead("the engine has ended")
         elif self._wake not in ready:
-            self._alive()
+            self._check()
             if time.monotonic() - self._heard > self._silence:
                 raise EngineDead(f"no sign of life from the engine for {self._silence:.0f} s")
             self.ask()
 
-    def _frames(self) -> Iterator[list[bytes]]:
-        while True:
-            try:
-                yield self._socket.recv_multipart()
-            except zmq.Again:
-                return
+    def _check(self) -> None:
+        """EngineDead if it is known to have ended, with its own words if it left some."""
+        if self.latest is not None and self.latest.fault:
+            raise EngineDead(self.latest.fault)
+        self._alive()
 
     def _sort(self, message: FromEngine, frame: bytes | None) -> None:
         if isinstance(message, Status):
@@ -287,7 +285,7 @@ class Client:
                 self._socket.send(msgspec.msgpack.encode(message))
                 return
             except zmq.Again:
-                self._alive()
+                self._check()
                 if time.monotonic() > deadline:
                     raise EngineDead(f"the engine took no message for {self._silence:.0f} s") from None
 

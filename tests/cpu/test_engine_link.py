@@ -693,6 +693,8 @@ def test_an_engine_that_breaks_says_what_it_has_counted(folder):
         host._fleet.desync_failures = 1
         host._fleet.forward = Mock(side_effect=EngineFault("ranks parted"))  # a ping comes
         until(lambda: client.poll((), 0.1) or client.latest.counters["desync_failures"])
+        with pytest.raises(EngineDead, match=r"^ranks parted$"):  # also for who asked for nothing, and after its end
+            client.status()
         metrics = Metrics()
         for _ in range(2):
             metrics.engine_died(client.latest)
