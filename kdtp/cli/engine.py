@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import signal
 import threading
 from pathlib import Path
@@ -21,6 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     parser.add_argument("--run-dir", type=Path, help="private folder for sockets (default: a new one)")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input is closed")
+    parser.add_argument("--end-with-pidfd", type=_pidfd, metavar="FD", help="end when the process of this pidfd does")
     log.add_flags(parser)
 
 
@@ -32,7 +34,8 @@ def run(chosen: argparse.Namespace) -> int:
     for note in checked.notes:
         logger.info("%s", note)
     folder = rundir.check(chosen.run_dir.resolve()) if chosen.run_dir else rundir.create()
-    tidy = rundir.clean if chosen.run_dir else rundir.remove
+    owned = chosen.end_with_pidfd is not None
+    tidy = rundir.clean if chosen.run_dir and not owned else rundir.remove
     held = rundir.lock(folder)
 
     def leave(number: int, frame: object) -> None:
@@ -44,6 +47,11 @@ def run(chosen: argparse.Namespace) -> int:
         signal.signal(number, leave)
     if chosen.end_with_stdin:
         threading.Thread(target=_end_with_stdin, name="stdin-watch", daemon=True).start()
+    if owned:
+        watch = threading.Thread(
+            target=_end_with_process, args=[chosen.end_with_pidfd], name="owner-watch", daemon=True
+        )
+        watch.start()
     from launcher.group import Group
 
     def command(role: str, *arguments: str) -> tuple[str, ...]:
@@ -73,4 +81,22 @@ def _end_with_stdin() -> None:
             pass
     except OSError as error:
         logger.warning("--end-with-stdin: standard input: %s", error)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _pidfd(text: str) -> int:
+    try:
+        signal.pidfd_send_signal(int(text), 0)
+    except ProcessLookupError:  # of a process that has ended
+        pass
+    except (OSError, ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: must be the number of a pidfd") from None
+    return int(text)
+
+
+def _end_with_process(pidfd: int) -> None:
+    """SIGTERM for this process once the other one has ended."""
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    ended.poll()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import zmq
 
@@ -17,23 +19,19 @@ _END_TIMEOUT = 5.0  # seconds for a group of processes to end; its own bounds ar
 
 
 class Child:
-    """A `kdtp engine` process of our own. It ends when our end of its standard input closes, however that comes.
+    """A `kdtp engine` process of our own. It ends when this process does, however that comes, or runs another program.
 
-    ValueError if there is no room for its folder, EngineDead if it cannot be started.
+    What is forked from this process has no part in it: it neither keeps it alive nor ends it. ValueError if there is no
+    room for its folder, EngineDead if it cannot be started.
     """
 
     def __init__(self, plan: Plan) -> None:
+        self._owner = os.getpid()
         self._folder = rundir.create(json.dumps(plan.config.mapping()))
         self.address = rundir.endpoint(self._folder, "rpc")
         place = ["--config", str(self._folder / rundir.SETTINGS), "--run-dir", str(self._folder)]
-        rest = ["--end-with-stdin", "--log-level", "warning", "--log-format", log.form()]
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kdtp", "engine", *place, *rest],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._process = _start([*place, "--log-level", "warning", "--log-format", log.form()])
         except OSError as error:
             rundir.remove(self._folder)
             raise EngineDead(f"the engine could not be started: {error.strerror}") from None
@@ -55,8 +53,10 @@ class Child:
 
     def end(self) -> None:
         """Make it end, and wait for that."""
+        if os.getpid() != self._owner:
+            return
         assert self._process.stdin is not None
-        self._process.terminate()  # whoever was forked from this process holds the other end, too
+        self._process.terminate()
         try:
             self._process.wait(_END_TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -66,4 +66,21 @@ class Child:
 
     def tidy(self) -> None:
         """Delete its folder, once nobody uses it."""
-        rundir.remove(self._folder)
+        if os.getpid() == self._owner:
+            rundir.remove(self._folder)
+
+
+def _start(flags: Sequence[str]) -> subprocess.Popen[bytes]:
+    """It ends with its input, and with this process: what is forked from that holds the input's other end, too."""
+    owner = os.pidfd_open(os.getpid())
+    ends = ["--end-with-stdin", "--end-with-pidfd", str(owner)]
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "kdtp", "engine", *ends, *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[owner],
+            start_new_session=True,
+        )
+    finally:
+        os.close(owner)

@@ -17,6 +17,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import msgspec
+import psutil
 import pytest
 import zmq
 from hypothesis import given
@@ -59,6 +60,7 @@ from kdtp.server.metrics import Metrics
 from kdtp.types import Grammar, Rule, SamplingParams
 from kdtp.version import __version__
 from kdtp.watch import Round
+from tests import processes
 from tests.paths import TINY
 from tests.processes import collect
 
@@ -786,6 +788,33 @@ def test_an_engine_ends_though_a_forked_process_holds_its_input(monkeypatch):
     assert time.monotonic() - started < 20.0
     os.kill(forked, signal.SIGKILL)
     os.waitpid(forked, 0)
+
+
+def test_what_is_forked_has_no_part_in_an_engine(tmp_path):
+    """It does not end it, nor take its folder away; and it does not keep it when the owner ends, even by SIGKILL."""
+    code = f"""
+import os, time
+from kdtp.config import EngineConfig
+from kdtp.engine.child import Child
+from kdtp.engine.plan import plan
+child = Child(plan(EngineConfig({str(TINY)!r})))
+forked = os.fork()
+if not forked:
+    child.end()
+    child.tidy()
+print(forked, child._process.pid, child.address, flush=True)
+time.sleep(60)
+"""
+    with processes.start([sys.executable, "-c", code], tmp_path / "log") as owner:
+        try:
+            (zero, *_), (forked, pid, address) = sorted(owner.stdout.readline().split() for _ in range(2))
+            engine, folder = psutil.Process(int(pid)), Path(address.removeprefix("ipc://")).parent
+            assert zero == "0" and engine.is_running() and (folder / rundir.SETTINGS).exists()
+            owner.kill()
+            until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 20)
+            assert psutil.pid_exists(int(forked)) and not folder.exists()
+        finally:
+            os.killpg(owner.pid, signal.SIGKILL)
 
 
 def test_a_folder_of_the_user_keeps_what_is_his(tmp_path):
