@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
@@ -154,7 +154,7 @@ class Bench:
         for temperature in self.temperatures:  # refused before anything is measured
             self._params(len(self.prompts), temperature, self.tokens)
 
-    def run(self, ways: Sequence[Way], tell: Callable[[Way], object]) -> Iterator[Point]:
+    def run(self, ways: Sequence[Way], tell: Callable[[Way], object]) -> Generator[Point, None, None]:
         """Measure each way, the first one plain, at all temperatures; tell: called before each. Errors as of Engine."""
         assert ways[0].method == PLAIN, "nothing to compare with"
         plain: dict[float, list[tuple[int, ...]]] = {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 EXIT_PARTED = 1  # a text was another one than plain decoding's
 EXIT_ENGINE = 70
+EXIT_INTERRUPTED = 130
 _RANKS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 64))  # columns of the table: from, to
 
 
@@ -83,40 +86,62 @@ def _temperatures(text: str) -> list[float]:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Measure one way after another; 1 if a text is not plain decoding's, 70 if the engine dies."""
+    """Measure one way after another; 1 if a text is not plain decoding's, 70 if the engine dies, 130 if interrupted.
+
+    What is measured until then is shown.
+    """
     from kdtp.bench import accept
     from kdtp.engine.plan import plan
-    from kdtp.engine.rpc import EngineDead
 
     checked = plan(engine_config(chosen))
     drafters = dict(chosen.drafter or _usual(chosen))
     block = _block(chosen, checked, drafters)
     bench, names = _bench(chosen, checked)
-    found = []
     ways = accept.ways(drafters, chosen.budgets, block)
     print(f"{len(bench.prompts)} prompts, from {', '.join(names)}", file=sys.stderr)
-    try:
-        for point in bench.run(ways, lambda way: _tell(way, ways)):
-            found.append(point.figures())
-            for i in point.parted:
-                print(f"NOT EQUAL: {_named(found[-1])}, prompt {i} ({names[i]})", file=sys.stderr)
-    except EngineDead as error:
-        print(f"kdtp bench: {error}", file=sys.stderr)
-        return EXIT_ENGINE
+    found: list[dict[str, Any]] = []
+    code, whole = _measure(bench, ways, names, found), len(ways) * len(bench.temperatures)
+    if code:
+        print(f"{len(found)} of {whole} rows were measured", file=sys.stderr)
+        if not found:
+            return code
     name, tp = Path(getattr(chosen, "engine.model")).name, checked.config.tp
     kind = "chat prompts" if chosen.chat else "prompts"
     title = f"{name}, tp {tp}: {len(names)} {kind} of {chosen.prompt_tokens} tokens, {chosen.max_tokens} behind each"
+    if code:
+        title += f"; PARTIAL, {len(found)} of {whole} rows"
     if chosen.json:
-        print(
-            json.dumps({"model": name, "tp": tp, "chat": chosen.chat, "block": block, "files": names, "points": found})
-        )
+        about = {"model": name, "tp": tp, "chat": chosen.chat, "block": block, "files": names, "complete": not code}
+        print(json.dumps(about | {"points": found}))
     else:
         _show(title, found)
     if chosen.png is not None:
         from kdtp.bench.plot import accept_picture
 
         accept_picture(chosen.png, title, found)
-    return 0 if all(point["equal_to_plain"] == point["prompts"] for point in found) else EXIT_PARTED
+    return code or (0 if all(point["equal_to_plain"] == point["prompts"] for point in found) else EXIT_PARTED)
+
+
+def _measure(bench: Bench, ways: Sequence[Way], names: Sequence[str], found: list[dict[str, Any]]) -> int:
+    """Append the figures of each way to `found`, as they come; the exit code of what ended it early, or 0."""
+    from kdtp.engine.rpc import EngineDead
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        with contextlib.closing(bench.run(ways, lambda way: _tell(way, ways))) as points:
+            for point in points:
+                found.append(point.figures())
+                for i in point.parted:
+                    print(f"NOT EQUAL: {_named(found[-1])}, prompt {i} ({names[i]})", file=sys.stderr)
+    except EngineDead as error:
+        print(f"kdtp bench: {error}", file=sys.stderr)
+        return EXIT_ENGINE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
 
 
 def _usual(chosen: argparse.Namespace) -> list[tuple[str, DrafterConfig]]:

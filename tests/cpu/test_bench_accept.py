@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -99,7 +101,7 @@ def test_everything_in_small(corpus, tmp_path, capsys):
     flags = [*SMALL, "--corpus", str(corpus), *drafters, "--png", str(picture), "--temperatures", "0,1"]
     assert main(["bench", "accept", *flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["model"] == "pair" and found["block"] == 8 and len(found["files"]) == 2
+    assert found["model"] == "pair" and found["block"] == 8 and len(found["files"]) == 2 and found["complete"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     points = {(p["drafter"], p["method"], p["temperature"]): p for p in found["points"]}
     assert len(points) == 14 and all(p["equal_to_plain"] == 2 for p in points.values())
@@ -155,13 +157,43 @@ def test_two_ranks_accept_what_one_does():
     assert one == two and one[0]["tokens_per_round"] > 1.5 and (measured, not_measured) == (False, True)
 
 
-def test_an_engine_that_dies_is_told(corpus, capsys, monkeypatch):
-    def dies(*_):
-        raise EngineDead("rank 1 ended")
+def dies():
+    raise EngineDead("rank 1 ended")
 
-    monkeypatch.setattr(accept.Bench, "_measure", dies)
-    assert main(["bench", "accept", *SMALL, "--corpus", str(corpus), "--drafter", "ngram"]) == 70
-    assert "kdtp bench: rank 1 ended" in capsys.readouterr().err
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), 130, "interrupted"),
+        (dies, 70, "kdtp bench: rank 1 ended"),
+    ],
+    ids=["Ctrl-C", "SIGTERM", "a dead engine"],
+)
+def test_what_was_measured_before_an_end_is_shown(end, code, words, corpus, tmp_path, capsys, monkeypatch):
+    measure, left, picture = accept.Bench._measure, [4], tmp_path / "accept.png"
+
+    def ends(self, engine, way, temperature):
+        if not left[0]:
+            end()
+        left[0] -= 1
+        return measure(self, engine, way, temperature)
+
+    monkeypatch.setattr(accept.Bench, "_measure", ends)
+    before = signal.getsignal(signal.SIGTERM)
+    flags = ["bench", "accept", *SMALL, "--corpus", str(corpus), "--drafter", "ngram", "--png", str(picture)]
+    assert main(flags) == code and signal.getsignal(signal.SIGTERM) == before
+    out, error = capsys.readouterr()
+    assert error.endswith(f"{words}\n4 of 6 rows were measured\n")
+    assert out.count("12 behind each; PARTIAL, 4 of 6 rows, T =") == 2 and "8 of 8 texts are plain decoding's" in out
+    assert out.count("chain") == 4 and "tree" not in out and picture.exists()
+    left[0] = 1
+    assert main([*flags, "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert not found["complete"] and [point["method"] for point in found["points"]] == ["AR"]
+    assert main(flags) == code
+    out, error = capsys.readouterr()
+    assert out == "" and error.endswith(f"{words}\n0 of 6 rows were measured\n")
 
 
 @pytest.mark.parametrize(
