@@ -58,7 +58,7 @@ __device__ __forceinline__ void widen(uint32_t word, uint32_t (&a)[4]) {
 //
 // Weights are as small as widen() makes them, 16 times larger for output g + 8 than for g. Inputs times kRowScale keep
 // the products within float32; kLowScale and kHighScale undo both at the end. All are powers of two: nothing is lost of
-// inputs between 2^-57 and 2^63.
+// inputs between 2^-57 and 2^64; larger ones become infinite, and with the offset every sum of their row NaN.
 struct Int4Weights {
   static constexpr int kStep = kInt4Ins;
   static constexpr int kRowsOfSet = 1;  // 16 outputs side by side

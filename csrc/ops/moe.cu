@@ -35,7 +35,7 @@ Moe view(const KdtpMoeArgs* a, int64_t* end) {
   p.tile = tile_of(a);
   const int64_t pairs = a->rows * a->topk;
   // An expert's last item may be short: no more than one such for each expert that is hit.
-  p.items_most = std::min(pairs, a->experts + pairs / p.tile);
+  p.items_most = each_pair_alone(a) ? pairs : std::min(pairs, a->experts + pairs / p.tile);
   const int64_t size = a->dtype == KDTP_F32 ? 4 : 2;
   char* base = static_cast<char*>(a->workspace);
   int64_t at = 0;

@@ -24,6 +24,22 @@ def dense(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return nibbles.double() * scales.double().repeat_interleave(32, 2)
 
 
+def weighted_sum(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: tuple[torch.Tensor, torch.Tensor],
+    down: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """float64 [rows, hidden]."""
+    want = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for k in range(ids.shape[1]):
+        gate, up = torch.einsum("rh,roh->ro", x.double(), dense(*gate_up)[ids[:, k].long()]).chunk(2, 1)
+        inner = torch.nn.functional.silu(gate) * up
+        want += weights[:, k : k + 1] * torch.einsum("ri,roi->ro", inner, dense(*down)[ids[:, k].long()])
+    return want
+
+
 @pytest.mark.parametrize("rows", [0, 1, 5, 64])
 def test_is_the_weighted_sum_of_the_experts(rows):
     torch.manual_seed(rows)
@@ -32,11 +48,7 @@ def test_is_the_weighted_sum_of_the_experts(rows):
     ids = torch.rand(rows, EXPERTS).topk(TOPK).indices.sort(1).values.int().cuda()
     weights = torch.rand(rows, TOPK).cuda()
     out = cuda.moe_int4(x, ids, weights, *cuda.repack(*gate_up), *cuda.repack(*down))
-    want = torch.zeros(rows, HIDDEN, dtype=torch.float64, device="cuda")
-    for k in range(TOPK):
-        gate, up = torch.einsum("rh,roh->ro", x.double(), dense(*gate_up)[ids[:, k].long()]).chunk(2, 1)
-        inner = torch.nn.functional.silu(gate) * up
-        want += weights[:, k : k + 1] * torch.einsum("ri,roi->ro", inner, dense(*down)[ids[:, k].long()])
+    want = weighted_sum(x, ids, weights, gate_up, down)
     assert out.shape == x.shape and out.dtype == x.dtype
     assert (out.double() - want).norm() <= 1e-2 * want.norm()
 

@@ -23,13 +23,14 @@ class Experts:
     w_down: torch.Tensor
     s_gate_up: torch.Tensor | None = None
     s_down: torch.Tensor | None = None
+    count: int = EXPERTS
 
 
 def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
     """moe of these rows."""
     out = torch.full_like(x, torch.nan)
-    shape = {"rows": x.shape[0], "hidden": x.shape[1], "inter": experts.inter, "experts": EXPERTS, "topk": TOPK}
-    shape |= {"format": DENSE if experts.s_down is None else INT4, "dtype": DTYPES[x.dtype]}
+    shape = {"rows": x.shape[0], "hidden": x.shape[1], "inter": experts.inter, "experts": experts.count}
+    shape |= {"topk": ids.shape[1], "format": DENSE if experts.s_down is None else INT4, "dtype": DTYPES[x.dtype]}
     size = max(library().workspace("moe", library().structs["moe"](**shape)), 0)  # below 0: the call will be refused
     workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=x.device)
     matrices = {name: getattr(experts, name) for name in ("w_gate_up", "w_down", "s_gate_up", "s_down")}
@@ -47,16 +48,16 @@ def dense(random: torch.Generator, hidden: int, inter: int, dtype: torch.dtype) 
     return Experts(inter, *(matrix.to(dtype) for matrix in made))
 
 
-def packed(random: torch.Generator, hidden: int, inter: int) -> Experts:
+def packed(random: torch.Generator, hidden: int, inter: int, count: int = EXPERTS) -> Experts:
     """Random INT4 experts: any words are weights, whatever their packing."""
     device = random.device
     words, scales = [], []
     for out, width in ((2 * inter, hidden), (hidden, inter)):
-        word = torch.randint(-(2**31), 2**31, (EXPERTS * out * width // 8,), generator=random, device=device)
-        scale = torch.rand(EXPERTS * out * width // 32, generator=random, device=device) / width**0.5
+        word = torch.randint(-(2**31), 2**31, (count * out * width // 8,), generator=random, device=device)
+        scale = torch.rand(count * out * width // 32, generator=random, device=device) / width**0.5
         words.append(word.to(torch.int32))
         scales.append(scale.to(torch.bfloat16))
-    return Experts(inter, *words, *scales)
+    return Experts(inter, *words, *scales, count)
 
 
 @pytest.mark.parametrize(
