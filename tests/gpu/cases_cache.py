@@ -17,6 +17,8 @@ def cases() -> Iterator[Case]:
     for dtype in (F32, BF16):
         yield _case(rng, "commit", 61, 128, 576, [_commit(rng, 70, 16, 6)], dtype)
         yield _case(rng, "commits", 4, 640, 576, [_commit(rng, 64 * i + 3, 33, 4 + 5 * i) for i in range(6)], dtype)
+        many = [_commit(rng, 64 * i + 3, 33, int(rng.integers(0, 34))) for i in range(64)]
+        yield _case(rng, "commits-of-64", 3, 64 * 64, 576, many, dtype)
         yield _case(rng, "shift-down", 3, 100, 80, [_shift(11, 10, 80)], dtype)
         yield _case(rng, "shift-up", 3, 100, 80, [_shift(10, 11, 80)], dtype)
         yield _case(rng, "permutation", 2, 300, 66, [_permutation(rng, 0, 90), _permutation(rng, 100, 177)], dtype)

@@ -94,6 +94,12 @@ def _batches(rng: np.random.Generator, dtype: int) -> Iterator[Case]:
     yield make(rng, "deep", tiny, [Seq(40, [-1, 0, 0, *range(2, 150)])], 64)
     yield make(rng, "prefill", tiny, [Seq(0, chain(300))], 64)
     yield make(rng, "prefill-later", tiny, [Seq(190, chain(131)), Seq(77, chain(150))], 256, padding=7)
+    # Blocks of keys that end anywhere in either half, and more of them than the device does in two rounds.
+    wide, kinds = Shape(8, 512, 64, dtype), (one(), chain(2), star(3), tree(rng, 7))
+    tails = [Seq(start, kinds[i % 4]) for i, start in enumerate((0, 1, 14, 15, 16, 17, 29, 30, 31, 32, 46, 47, 62, 63))]
+    for portable in (0, 1):
+        yield make(rng, f"tails-portable{portable}", wide, tails, 64, padding=1, portable=portable)
+    yield make(rng, "rounds", wide, [Seq(4100, tree(rng, 5)), *tails], 64, padding=2)
     forest = [Seq(int(rng.integers(0, 400)), tree(rng, int(rng.integers(1, 20)))) for _ in range(32)]
     yield make(rng, "forest", tiny, forest, 64, padding=9)
 

@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from kdtp.draft.dflash import config as configs
+from kdtp.draft.dflash.graphs import MOST, Graphs
+from kdtp.draft.dflash.network import DFlash, TargetPart
 from kdtp.engine.request import Request
+from kdtp.model.comm import Solo
 from kdtp.model.weights import kdtr
 from kdtp.types import SamplingParams
 from reference.config import to_metadata
 from reference.weights import random_weights
 from scripts import gen_model_ref
-from tests.dflash import Loaded, accepted_alike, drafts, grown_alike, random_text
+from tests.dflash import BASES, Loaded, accepted_alike, drafter_folder, drafts, grown_alike, random_text
 from tests.gpu.conftest import missing
 from tests.paths import TINY, V3
 
@@ -196,3 +200,26 @@ def test_features_are_the_same_in_graphs(tmp_path):
 
 def assert_near(found, want):
     assert float((found - want).abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_a_graph_absorbs_are_those_of_its_kernels(cuda, version, dtype, tmp_path):
+    """Of any number, in any order, after larger graphs and smaller ones; no other row of the context is touched."""
+    folder = drafter_folder(tmp_path, BASES[version], SMALL)
+    random = torch.Generator(cuda).manual_seed(1)
+    embed = torch.randn(SMALL.vocab_size, SMALL.hidden_size, generator=random, device=cuda).to(dtype)
+    network = DFlash(folder, configs.read(folder), TargetPart(embed, embed, 0), Solo(), 1024, poison=True)
+    features = torch.randn(MOST, network.config.features, generator=random, device=cuda).to(dtype)
+    graphs, empty = Graphs(network, 4, features), network._context.clone()
+    for count in (512, 1, 257, 256, 8, 9, 511, 3):
+        taken, positions, rows = (torch.randperm(n)[:count] for n in (MOST, 4000, 1024))
+        network._context.copy_(empty)
+        assert graphs.absorb(taken.tolist(), positions.tolist(), rows.tolist())
+        found = network._context.clone()
+        network._context.copy_(empty)
+        network.absorb(features[taken.cuda()], positions.cuda(), rows.cuda())
+        assert not network._context[:, :, rows.cuda()].isnan().any()
+        for mine, theirs in zip(found[:, :, :1025], network._context[:, :, :1025], strict=True):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), count
+    assert not graphs.absorb([0] * 513, [0] * 513, [0] * 513)

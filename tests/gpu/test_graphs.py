@@ -115,3 +115,11 @@ def test_a_chunk_beside_a_tree(twins: Twins) -> None:
     for pick in (0, 1):  # too many rows for a graph, or none that chooses
         twins.forward(twins.rows(2 + pick, 40 + 100 * pick, pick))
     assert twins.graphs.graphs == before + 1
+
+
+def test_sizes_follow_each_other(twins: Twins) -> None:
+    """Full graphs and those with one row more than the next smaller one has, after larger and after smaller ones."""
+    for count in (512, 1, 257, 256, 2, 129, 255, 513, 97, 512, 8, 9):
+        rows = twins.rows(0, count, count, tree=True)
+        assert twins.forward(rows).shape[0] == count
+        twins.commit(rows, path_to(count - 1, rows.parents))

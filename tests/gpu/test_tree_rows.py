@@ -75,6 +75,26 @@ def test_the_cpus_form_gives_the_same_bits(shape: str, after: bool) -> None:
                 assert torch.equal(mine[b, :n], theirs[b, :n].cpu())
 
 
+@pytest.mark.parametrize(("length", "width"), [(1, 64), (15, 64), (15, 1), (64, 3)])
+def test_budgets_of_all_sizes_meet(length: int, width: int) -> None:
+    """From nothing to the largest, in a batch whose broken and tied rows lie between sound ones: each tree as alone."""
+    rng = np.random.default_rng(length + width)
+    lp = torch.from_numpy(np.stack([marginals(rng, length, width, STYLES[i % len(STYLES)]) for i in range(64)]))
+    lp[5::16, length // 2, 0], lp[9::16, length // 2, -1] = torch.nan, torch.inf
+    ids = torch.from_numpy(np.argsort(rng.random((64, length, 300)), axis=2)[:, :, :width].copy())
+    budgets = torch.tensor([0, 1, 1024, 2, 64, 1023, 33] * 10, dtype=torch.int32)[:64]
+    limits = torch.full((64,), length, dtype=torch.int32)
+    inputs = (lp, ids, torch.arange(64), budgets, limits, torch.arange(64, dtype=torch.int32))
+    inputs = tuple(x.cuda() for x in inputs)
+    made = built(inputs, 1025)
+    assert (made.counts[::7] == 1).all()
+    for b, n in enumerate(made.counts.tolist()):
+        for mine, theirs in zip(made, built(tuple(x[b : b + 1] for x in inputs), 1025), strict=True):
+            assert torch.equal(
+                mine[b, :n] if mine.dim() > 1 else mine[b], theirs[0, :n] if mine.dim() > 1 else theirs[0]
+            )
+
+
 @pytest.mark.parametrize("seqs", [1, 2, 7, 64])
 def test_a_tree_is_the_same_in_any_batch(seqs: int) -> None:
     inputs = proposals(64)
