@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kdtp.model.comm import Solo
-from kdtp.model.graphs import usual
+from kdtp.model.graphs import DEEP, bucket, usual
 from kdtp.model.shard import Shard
 from kdtp.model.weights.load import Weights, open_model
 from kdtp.types import PAGE_ROWS, Move, SeqRows
@@ -34,12 +36,13 @@ class Twins:
         self._free = self.rng.sample(range(PAGES), PAGES)
         self._pages: dict[int, list[int]] = {}
 
-    def rows(self, seq: int, count: int, pick: int, tree: bool = False) -> SeqRows:
-        """The next rows of a sequence: random tokens, a chain or a random tree."""
+    def rows(self, seq: int, count: int, pick: int, tree: bool = False, back: int = 4) -> SeqRows:
+        """The next rows of a sequence: random tokens, a chain or a random tree whose parents are at most `back` rows
+        before their children."""
         start, mine = self.lengths.setdefault(seq, 0), self._pages.setdefault(seq, [])
         new = [self._free.pop() for _ in range(-(-(start + count) // PAGE_ROWS) - len(mine))]
         mine += new
-        parents = [self.rng.randrange(max(0, i - 4), i) if tree and i else i - 1 for i in range(count)]
+        parents = [self.rng.randrange(max(0, i - back), i) if tree and i else i - 1 for i in range(count)]
         tokens = self.rng.choices(range(self.eager.config.vocab_size), k=count)
         return SeqRows(seq, start, tuple(tokens), tuple(parents), pick, tuple(new))
 
@@ -118,8 +121,22 @@ def test_a_chunk_beside_a_tree(twins: Twins) -> None:
 
 
 def test_sizes_follow_each_other(twins: Twins) -> None:
-    """Full graphs and those with one row more than the next smaller one has, after larger and after smaller ones."""
-    for count in (512, 1, 257, 256, 2, 129, 255, 513, 97, 512, 8, 9):
-        rows = twins.rows(0, count, count, tree=True)
+    """Full graphs and those with one row more than the next smaller one has, after larger and after smaller ones; trees
+    with paths of few rows and of many."""
+    for back, count in itertools.product((1000, 4), (512, 1, 257, 256, 2, 129, 255, 513, 97, 512, 8, 9)):
+        rows = twins.rows(0, count, count, tree=True, back=back)
         assert twins.forward(rows).shape[0] == count
         twins.commit(rows, path_to(count - 1, rows.parents))
+
+
+def test_paths_of_the_most_rows(twins: Twins) -> None:
+    """And of one less and one more, beside chains that are longer."""
+    twins.prefill(0, 40)
+    for path in (DEEP - 1, DEEP, DEEP + 1):
+        rows, beside = twins.rows(0, path + 5, path + 5), twins.rows(1, 60, 60)
+        parents = (*range(-1, path - 1), *[0] * 5)
+        shape = bucket([replace(rows, parents=parents), beside])
+        assert shape is not None and (shape.depth > DEEP) == (path > DEEP)
+        twins.forward(replace(rows, parents=parents), beside)
+        twins.commit(rows, range(path))
+        twins.commit(beside, range(60))
