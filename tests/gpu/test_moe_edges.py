@@ -38,7 +38,7 @@ def scaled(made: Experts, gate: int, up: int, down: int) -> Experts:
     ("x", "gate", "up", "down"),
     [
         (63, -63, -63, 0), (-56, 56, 56, 0), (0, 0, 55, -55), (0, 0, -20, 20), (63, -63, -8, -55),
-        (0, 0, 0, 60), (0, 0, 0, -60), (-56, 56, 76, 20),
+        (0, 0, 0, 60), (0, 0, 0, -40), (-56, 56, 76, 20),
     ],
 )  # fmt: skip
 def test_powers_of_two_change_no_bit(cuda: torch.device, rows: int, x: int, gate: int, up: int, down: int) -> None:
