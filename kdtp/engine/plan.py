@@ -18,7 +18,7 @@ from kdtp.draft.dflash.folder import Folder
 from kdtp.log import amount
 from kdtp.model.weights import kdtr
 from kdtp.model.weights.hf import Checkpoint
-from kdtp.model.weights.hf_sizes import available_memory, keeps_int4, legal_tp, weight_bytes
+from kdtp.model.weights.hf_sizes import KERNEL_INPUTS, available_memory, keeps_int4, legal_tp, weight_bytes
 from kdtp.types import PAGE_ROWS, WIDE
 
 FORMAT = "kdtp-model"
@@ -139,6 +139,10 @@ def _folder(path: Path, config: EngineConfig) -> _Model:
     with Checkpoint(path) as checkpoint:
         notes = [f"not loaded: {', '.join(map(str, checkpoint.skipped))}"] if checkpoint.skipped else []
         legal = legal_tp(checkpoint, config.device, config.dtype)
+        if not legal:
+            sizes = checkpoint.model.hidden_size, checkpoint.model.moe_intermediate_size
+            text = f"{path}: hidden_size, moe_intermediate_size = {sizes}: must be multiples of {KERNEL_INPUTS}"
+            raise ConfigError(f"{text} for INT4 on a GPU in bfloat16; float32 takes any")
         if checkpoint.config.quantization is not None and config.tp in legal:
             notes.append(_memory(checkpoint, config))
         return _Model(path, checkpoint.model, legal, None, tuple(notes))

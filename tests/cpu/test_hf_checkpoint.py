@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kdtp.__main__ import main
-from kdtp.config import EngineConfig
+from kdtp.config import ConfigError, EngineConfig
 from kdtp.engine.plan import plan
 from kdtp.model import shard
 from kdtp.model.comm import Solo
@@ -105,6 +105,19 @@ def test_an_int4_model_splits_at_whole_groups_only(tmp_path):
     path = hf_cases.write_folder(tmp_path / "b", hf_cases.config_json(narrow), hf_cases.checkpoint(narrow))
     with pytest.raises(ValueError, match="tp = 4: b can be split over 1, 2 ranks"):
         plan(EngineConfig(str(path), tp=4))
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size"])
+def test_int4_that_a_gpus_kernel_does_not_take(key, tmp_path, monkeypatch):
+    monkeypatch.setattr("kdtp.engine.plan._check_cuda", lambda: None)
+    odd = hf_cases.Variant(hf_cases.VARIANTS["k2_int4"].config | {key: 96}, 1, quantized="int4")
+    path = hf_cases.write_folder(tmp_path / "a", hf_cases.config_json(odd), hf_cases.checkpoint(odd))
+    with pytest.raises(
+        ConfigError, match=r"a: hidden_size, moe_intermediate_size = \(.*96.*\): must be multiples of 64"
+    ):
+        plan(EngineConfig(str(path), device="cuda", dtype="bfloat16"))
+    plan(EngineConfig(str(path), device="cuda", dtype="float32"))
+    plan(EngineConfig(str(path), dtype="bfloat16"))
 
 
 def index_of(path: Path) -> dict:

@@ -105,9 +105,13 @@ class Checkpoint:
 
     def legal_tp(self, int4_inputs: int = Int4.GROUP) -> list[int]:
         """As ModelConfig.legal_tp; a rank's share of an INT4 matrix must also be a multiple of so many inputs."""
-        cut = [o for group in self.origins.values() for o in group if o.cut == "columns" and self.form(o) == "int4"]
-        widths = {origin.shape[1] for origin in cut}
-        return [n for n in self.model.legal_tp() if all(width % (n * int4_inputs) == 0 for width in widths)]
+        packed = [o for group in self.origins.values() for o in group if self.form(o) == "int4"]
+        widths = {(origin.shape[1], origin.cut == "columns") for origin in packed}
+        return [
+            n
+            for n in self.model.legal_tp()
+            if all(width % ((n if cut else 1) * int4_inputs) == 0 for width, cut in widths)
+        ]
 
     def form(self, origin: Origin) -> str:
         """How its values are stored: "plain", "fp8" or "int4"."""

@@ -10,7 +10,7 @@ from kdtp.model.weights.hf import Checkpoint
 from kdtp.model.weights.hf_config import Int4
 from kdtp.model.weights.table import Param, parameters
 
-_KERNEL_INPUTS = 64
+KERNEL_INPUTS = 64  # that the kernel for INT4 takes at a time
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -20,8 +20,8 @@ def keeps_int4(device: str, dtype: str) -> bool:
 
 
 def legal_tp(checkpoint: Checkpoint, device: str, dtype: str) -> list[int]:
-    """Numbers of ranks the model can be split over; the kernel for INT4 takes 64 inputs at a time."""
-    return checkpoint.legal_tp(_KERNEL_INPUTS if keeps_int4(device, dtype) else Int4.GROUP)
+    """Numbers of ranks the model can be split over; none for INT4 that stays and that the kernel does not take."""
+    return checkpoint.legal_tp(KERNEL_INPUTS if keeps_int4(device, dtype) else Int4.GROUP)
 
 
 def weight_bytes(checkpoint: Checkpoint, rank: int, size: int, device: str, dtype: str) -> int:
