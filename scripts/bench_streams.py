@@ -87,10 +87,10 @@ class Told(Policy):
         """As Policy."""
         return self._timed(super().choose, *values)
 
-    def learn_draft(self, asked: int, context: int, seconds: float) -> None:
+    def learn_draft(self, asked: int, context: int, seconds: float, accepted: int) -> None:
         """As Policy."""
         self._note("draft", self.drafting.seconds(asked, asked, context), seconds)
-        self._timed(super().learn_draft, asked, context, seconds)
+        self._timed(super().learn_draft, asked, context, seconds, accepted)
 
     def learn(self, seqs: int, rows: int, context: int, seconds: float) -> None:
         """As Policy."""

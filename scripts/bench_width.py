@@ -106,7 +106,8 @@ def automatic(machine: Machine, drawn: Sequence[Sequence[Drafted]], rng: random.
         if asked := policy.drafts(seqs):
             took = machine.drafting(asked) * rng.lognormvariate(0.0, 0.05)
             sizes[:asked] = policy.choose([d.grown for d in batch[:asked]], asked, seqs, seqs, CONTEXT, took)
-            policy.learn_draft(asked, CONTEXT, took)
+            accepted = sum(d.tokens(size) - 1 for d, size in zip(batch, sizes, strict=True))
+            policy.learn_draft(asked, CONTEXT, took, accepted)
             spent += took
         took = machine.seconds(seqs + sum(sizes)) * rng.lognormvariate(0.0, 0.05)
         policy.learn(seqs, seqs + sum(sizes), CONTEXT, took)

@@ -101,7 +101,8 @@ class Widths:
             apart = -(-len(tried) // _TAUGHT) or 1
             for tree, kept in tried[self._round % apart :: apart]:
                 self.policy.learn_tree(tree, frozenset(kept))
-            self.policy.learn_draft(self._asked, context, drafting)
+            accepted = sum(len(o.kept) - 1 for r, o in zip(rows, outcomes, strict=True) if r.seq in grown)
+            self.policy.learn_draft(self._asked, context, drafting, accepted)
             self._asked = 0
         if len(grown) == len(rows):
             count = sum(len(r.tokens) for r in rows)

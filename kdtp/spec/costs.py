@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from kdtp.types import power
 
 SHORTEST = 1024  # positions; contexts are alike up to here, then by powers of two
-_FOLLOWS = 0.3  # how much of a surprise is taken for a change of pace
+_SURPRISES = 5  # newest ones, whose median is the pace
+_LASTS = 0.98  # of what the pace explains is not learned: a pace that stays is usual after a while
 _KNOWN = 3  # times of a kind, after which the next one tells of the pace
 _KEPT = 9  # newest times of a kind, whose median counts
 _STALE = 100  # times learned, after which one is forgotten: who looked dear by chance is looked at again
@@ -31,6 +32,7 @@ class Costs:
         self._bases: dict[int, float] = {}  # read off the curve
         self.padded = padded
         self._leader, self._pace = leader, 1.0
+        self._surprises: deque[float] = deque(maxlen=_SURPRISES)
         self._ratios: dict[tuple[int, int, int], deque[tuple[int, float]]] = {}  # (when, measured over curve)
         self._factors: dict[tuple[int, int], deque[float]] = {}
         self._round = 0
@@ -47,11 +49,11 @@ class Costs:
         if (*kind, size) not in self._ratios:  # in the first of a shape something is set up, such as a graph
             self._ratios[*kind, size] = deque(maxlen=_KEPT)
             return
-        known = self._ratios[*kind, size]
+        known, ratio = self._ratios[*kind, size], seconds / self._base(size)
         if len(known) >= _KNOWN:  # before, a surprise tells of this kind
-            surprise = seconds / self.seconds(seqs, rows, context)
-            self._pace *= min(max(surprise, 0.5), 2.0) ** _FOLLOWS
-        ratio = seconds / (self._base(size) * self.pace)
+            self._surprises.append(ratio / self._known(kind, size))
+            self._pace = _median(self._surprises)
+        ratio /= self.pace**_LASTS
         known.append((self._round, ratio))
         if kind not in self._factors:
             self._factors[kind] = deque([self._factor(*kind)], maxlen=2 * _KEPT - 1)
@@ -63,15 +65,16 @@ class Costs:
 
     def table(self, seqs: int, context: int, sizes: Iterable[int]) -> list[float]:
         """What rounds of each of these sizes, rows with padding, would take now."""
-        kind = power(seqs), _context(context)
-        common, oldest, pace = self._factor(*kind), self._round - _STALE, self.pace
-        found = []
-        for size in sizes:
-            newest = [ratio for when, ratio in self._ratios.get((*kind, size), ()) if when > oldest]
-            if len(newest) < _KEPT:
-                newest.append(common)  # one time that was by chance longer is not alone
-            found.append(self._base(size) * _median(newest) * pace)
-        return found
+        kind, pace = (power(seqs), _context(context)), self.pace
+        return [self._base(size) * self._known(kind, size) * pace for size in sizes]
+
+    def _known(self, kind: tuple[int, int], size: int) -> float:
+        """What rounds of this kind and size take, over the curve, at the usual pace."""
+        oldest = self._round - _STALE
+        newest = [ratio for when, ratio in self._ratios.get((*kind, size), ()) if when > oldest]
+        if len(newest) < _KEPT:
+            newest.append(self._factor(*kind))  # one time that was by chance longer is not alone
+        return _median(newest)
 
     def _factor(self, seqs: int, context: int) -> float:
         """Of the nearest kind that was measured."""

@@ -25,13 +25,16 @@ _FADE = 0.998  # per tree, of what was learned
 _MOST_UNIT = 1e9
 _REFRESHED = 50  # trees, after which what is known of all kinds is looked at
 _TRIED = 3  # nodes, at least, of a trial
-_NEWEST = 0.2  # how much a round counts in the gain,
+_NEWEST = 0.05  # how much a round of one tree counts in the gain, more of them by the root of their number,
 _AGES = 0.95  # and how much less after each plain round
 _ENTERS = 1.03  # gain from which on all are drafted for; they are until it is below 1
 _TRIALS = 0.01  # of plain rounds is lost to trials after a while;
 _LOSS = 0.01  # of them may be lost to drafts that do not pay,
-_CREDIT = 4.0  # beside so many at first
-_CLEARLY = 0.8  # of what was expected is no chance
+_CREDIT = 4.0  # beside so many at first,
+_EARNED = 16.0  # or, at most, what drafts have won before
+_LITTLE = 0.1  # tokens, beside which what is hoped for tells something
+_CLEARLY = 0.8  # of what was expected is no chance,
+_HICCUP = 2.0  # plain rounds more are one
 
 
 class Allotted(NamedTuple):
@@ -138,28 +141,41 @@ class Pauses:
         self.pays = False
         self._left, self._pause = 0, 1
         self._credit = _CREDIT
-        self._with = self._without = 0.0  # seconds of late rounds, and of plain ones for the same tokens
+        self._with = self._without = 0.0  # time of late rounds, and of plain ones for the same tokens
 
     def drafts(self) -> bool:
         """Whether to draft in this round; counts it."""
         self._left -= 1
-        self._credit = min(self._credit + _LOSS, _CREDIT)
+        self._credit = max(self._credit, min(self._credit + _LOSS, _CREDIT))
         if self.pays or self._left < 0 <= self._credit:
             return True
         self._with, self._without = _AGES * self._with, _AGES * self._without
         return False
 
-    def learn(self, seconds: float, plain: float, loss: float) -> None:
-        """All drafted for, a round would take so long, and plain decoding, for its tokens, `plain`; loss: plain rounds
-        that could have been run in the time that this one loses."""
-        self._credit -= loss
-        self._with += _NEWEST * (seconds - self._with)
-        self._without += _NEWEST * (plain - self._without)
+    def learn(self, seconds: float, plain: float, loss: float, trees: int) -> None:
+        """All drafted for, a round would take so many seconds, and plain decoding, for its tokens, `plain`; loss: plain
+        rounds that could have been run in the time that this one loses; trees: that say so."""
+        self._credit = min(self._credit - loss, _EARNED)
+        newest = _NEWEST * math.sqrt(trees)
+        self._with += newest * (seconds - self._with)
+        self._without += newest * (plain - self._without)
         self.pays = self._without > (1.0 if self.pays else _ENTERS) * self._with
         # What looks well by itself is looked at again soon, and so is what costs little to look at.
         longest = min(max(1, math.ceil(loss / _TRIALS)), self.LONGEST)
         self._pause = 1 if self.pays or plain > _ENTERS * seconds else min(2 * self._pause, longest)
         self._left = self._pause
+
+
+class _Hope(NamedTuple):
+    """What was expected of a round with drafts: `more` tokens than its `seqs` ones, in the time of `spent` plain rounds;
+    and if all were drafted for, by how much more tokens than a plain round, in the time of how many."""
+
+    pauses: Pauses
+    seqs: int
+    more: float
+    spent: float
+    all_more: float
+    all_spent: float
 
 
 class Policy:
@@ -175,6 +191,7 @@ class Policy:
         self._pauses: dict[int, Pauses] = {}  # by sequences
         self.tries = False  # whether the round's draft is a trial
         self._rested = True  # whether the round before had no draft
+        self._hope: _Hope
         self._asked = 0
 
     def drafts(self, asking: int) -> int:
@@ -198,13 +215,16 @@ class Policy:
         steps = self._steps(seqs, math.ceil(share * sum(map(len, worth))), context)
         usual = self.drafting.seconds(asked, asked, context)
         chosen = every = allot(worth, steps, seqs, usual, 0 if pauses.pays else _TRIED)
+        alone = float(seqs)
         if not pauses.pays:  # what all would bring, if their trees were like those of the few
-            before = self.drafting.seconds(asking, asking, context)
-            every = allot(worth, [(int(n / share), took) for n, took in steps], seqs / share, before)
-        plain = steps[0][1] / seqs  # of a token
+            alone, before = seqs / share, self.drafting.seconds(asking, asking, context)
+            every = allot(worth, [(int(n / share), took) for n, took in steps], alone, before)
+        plain = steps[0][1]
         # A draft after plain rounds took longer than one of many: what they left behind came first.
-        loss = (chosen.seconds - usual + took - plain * chosen.tokens) / steps[0][1]
-        pauses.learn(every.seconds, plain * share * every.tokens, loss)
+        spent = chosen.seconds + min(took - usual, _HICCUP * plain)
+        self._hope = _Hope(
+            pauses, seqs, chosen.tokens - seqs, spent / plain, every.tokens / alone - 1.0, every.seconds / plain
+        )
         return chosen.sizes
 
     def _steps(self, seqs: int, most: int, context: int) -> list[tuple[int, float]]:
@@ -220,9 +240,17 @@ class Policy:
         """What a round of so many sequences and rows took, but for its draft."""
         self.rounds.learn(seqs, rows, context, seconds)
 
-    def learn_draft(self, asked: int, context: int, seconds: float) -> None:
-        """What drafting for so many sequences took, their trees too. After plain rounds that is more than it usually
-        takes, see `choose`, so then it is learned from only if it is clearly less than was thought."""
+    def learn_draft(self, asked: int, context: int, seconds: float, accepted: int) -> None:
+        """What the draft that `choose` was asked for took, its trees too, and how many nodes were accepted.
+
+        After plain rounds that is more than it usually takes, see `choose`, so then it is learned from only if it is
+        clearly less than was thought. Whether drafting pays follows what comes: what scores are worth is learned more
+        slowly.
+        """
+        hope = self._hope
+        came = (accepted + _LITTLE) / (hope.more + _LITTLE)
+        loss = hope.spent - 1.0 - accepted / hope.seqs
+        hope.pauses.learn(hope.all_spent, 1.0 + came * hope.all_more, loss, asked)
         if not self._rested or seconds < _CLEARLY * self.drafting.seconds(asked, asked, context):
             self.drafting.learn(asked, asked, context, seconds)
 

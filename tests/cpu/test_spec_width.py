@@ -163,6 +163,28 @@ def test_a_slow_while_does_not_make_one_width_dearer_than_another():
     assert costs.pace == pytest.approx(2.5, rel=0.2)
 
 
+def test_the_pace_does_not_wander():
+    """Thousands of rounds of one kind, some with a hiccup: what is not run meanwhile looks as dear as before."""
+    rng, costs = random.Random(2), Costs({1: 1.0, 9: 3.0}, int)
+    drafts = Costs({1: 0.5}, int, costs)
+    for _ in range(3000):
+        hiccup = 0.5 if rng.random() < 0.05 else 0.0
+        costs.learn(1, 1, 0, 1.0 + 0.05 * rng.expovariate(1.0) + hiccup)
+    assert drafts.seconds(1, 1, 0) == pytest.approx(0.5, rel=0.1)
+    assert costs.seconds(1, 9, 0) == pytest.approx(3.1, rel=0.1)
+
+
+def test_what_another_kind_of_round_takes_is_no_matter_of_pace():
+    """With more sequences all takes twice what the curve says: that does not make drafts dearer."""
+    costs = Costs({1: 1.0, 64: 3.0}, int)
+    drafts = Costs({1: 0.5}, int, costs)
+    for seqs in (1, 8, 32):
+        for _ in range(20):
+            costs.learn(seqs, seqs, 0, 2.0 * costs._base(seqs) * (seqs > 1 or 0.5))
+        assert drafts.seconds(1, 1, 0) == pytest.approx(0.5)
+        assert costs.seconds(seqs, seqs, 0) == pytest.approx(costs._base(seqs) * (2.0 if seqs > 1 else 1.0))
+
+
 def test_a_curve_rises_whatever_was_measured():
     costs = Costs({1: 1.0, 9: 5.0, 17: 3.0, 33: 4.0}, lambda rows: rows)
     assert [costs.seconds(1, rows, 0) for rows in (1, 9, 17, 33)] == [1.0, 3.0, 3.0, 4.0]
@@ -175,7 +197,7 @@ def told(pauses, gain, rounds, loss=0.5):
         drafted.append(pauses.drafts())
         if drafted[-1]:
             found = gain()
-            pauses.learn(1.0, found, 1.0 - found if pauses.pays else loss)
+            pauses.learn(1.0, found, 1.0 - found if pauses.pays else loss, 16)
     return drafted
 
 
@@ -225,11 +247,10 @@ def test_a_policy_that_never_drafts_twice_what_does_not_pay():
                 policy.learn(1, 1, 0, 1.0)
                 continue
             (size,) = policy.choose([grown], 1, 1, 1, 0, 0.2)
-            policy.learn_draft(1, 0, 0.2)
+            path = {node for node in range(size + 1) if rng.random() < accepted or not node}
+            policy.learn_draft(1, 0, 0.2, len(path) - 1)
             policy.learn(1, 1 + size, 0, 1.0 + 0.3 * size)
-            policy.learn_tree(
-                grown.cut(size), {node for node in range(size + 1) if rng.random() < accepted or not node}
-            )
+            policy.learn_tree(grown.cut(size), path)
             nodes += size
         return nodes / count
 
@@ -243,10 +264,12 @@ def test_a_trial_is_of_few_and_says_what_all_would_bring():
     policy = Policy(rounds, Costs({1: 1.0}, int, rounds))  # a draft costs a round, for however many
     assert policy.drafts(30) == 6
     sizes = policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0, 1.0)
+    policy.learn_draft(6, 0, 1.0, 5)
     assert sizes == [1] * 6 and policy.drafts(30) == 0  # 60 tokens at most in two rounds' time
     policy = Policy(rounds, Costs({1: 0.5}, int, rounds))
     assert policy.drafts(30) == 6
     policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0, 0.5)
+    policy.learn_draft(6, 0, 0.5, 5)
     assert policy.drafts(30) == 30
 
 
@@ -256,27 +279,51 @@ def test_a_draft_after_plain_rounds_tells_nothing_of_one_after_another():
     policy = Policy(rounds, Costs({1: 0.2}, int, rounds))
     assert policy.drafts(1) == 1
     policy.choose([a_chain([0.0, -3.0])], 1, 1, 1, 0, 2.0)
-    policy.learn_draft(1, 0, 2.0)
+    policy.learn_draft(1, 0, 2.0, 0)
     assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.2)
     pauses = policy._pauses[1]
     assert not pauses.pays and pauses._credit < 2.1  # it lost nearly two rounds
     while not policy.drafts(1):
         pass
     policy.choose([a_chain([0.0, -0.01])], 1, 1, 1, 0, 2.0)
-    policy.learn_draft(1, 0, 2.0)
+    policy.learn_draft(1, 0, 2.0, 1)
     assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.2) and pauses.pays
     policy._rested = True
     for _ in range(10):
-        policy.learn_draft(1, 0, 0.19)  # may be chance
+        policy.learn_draft(1, 0, 0.19, 1)  # may be chance
     assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.2)
     for _ in range(10):
-        policy.learn_draft(1, 0, 0.1)  # less than was thought even so
+        policy.learn_draft(1, 0, 0.1, 1)  # less than was thought even so
     assert policy.drafting.seconds(1, 1, 0) <= 0.1 / 0.8
     for _ in range(20):  # now they come one after another
         assert policy.drafts(1) == 1
         policy.choose([a_chain([0.0, -0.01])], 1, 1, 1, 0, 0.4)
-        policy.learn_draft(1, 0, 0.4)
+        policy.learn_draft(1, 0, 0.4, 1)
     assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.4)
+
+
+def test_what_comes_counts_not_what_scores_promise():
+    """After long good text a drafter is as sure as before, and always wrong: that is seen in a few rounds, and in a
+    few more it is known."""
+    rounds = Costs({1: 1.0, 8: 1.2}, padded)
+    policy, grown = Policy(rounds, Costs({1: 0.3}, int, rounds)), a_chain([0.0, -0.1, -0.2, -0.3])
+
+    def drafted(accepted, count):
+        many = 0
+        for _ in range(count):
+            size = 0
+            if policy.drafts(1):
+                (size,) = policy.choose([grown], 1, 1, 1, 0, 0.3)
+                path = range(min(accepted, size) + 1)
+                policy.learn_draft(1, 0, 0.3, len(path) - 1)
+                policy.learn_tree(grown.cut(size), path)
+                many += 1
+            policy.learn(1, 1 + size, 0, 1.2 if size else 1.0)
+        return many
+
+    assert drafted(3, 300) == 300
+    assert drafted(0, 100) < 50
+    assert drafted(3, 300) > 200
 
 
 def test_a_proposal_of_nothing_is_a_round_that_did_not_pay():
@@ -286,6 +333,7 @@ def test_a_proposal_of_nothing_is_a_round_that_did_not_pay():
         if policy.drafts(1):
             drafted += 1
             assert policy.choose([], 1, 1, 1, 0, 0.1) == []
+            policy.learn_draft(1, 0, 0.1, 0)
     assert drafted < 25  # a tenth of a round each
 
 
@@ -307,7 +355,7 @@ def test_a_useless_drafter_costs_no_more_than_trying(steps, draft, claims):
         size, took = 0, 0.0
         if policy.drafts(1):
             (size,) = policy.choose([grown], 1, 1, 1, 0, draft)
-            policy.learn_draft(1, 0, max(draft, 1e-6))
+            policy.learn_draft(1, 0, max(draft, 1e-6), 0)
             policy.learn_tree(grown.cut(size), {0})
             took = draft
         policy.learn(1, 1 + size, 0, curve[padded(1 + size)])

@@ -65,8 +65,10 @@ class Graphs:
         """For up to `seqs` sequences of short texts."""
         for i in range(power(min(seqs, MOST_SEQS)).bit_length()):
             self._capture((1 << i, SHORTEST))
-        for size in (FEWEST, min(MOST, max(FEWEST, power(seqs * self._network.config.block_size)))):
+        size = FEWEST
+        while size <= MOST:
             self._capture((size,))
+            size *= 2
 
     def _replay(self, shape: tuple[int, ...], values: torch.Tensor) -> Drafted | None:
         if shape not in self._captured:
