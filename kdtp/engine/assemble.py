@@ -11,7 +11,7 @@ from kdtp import draft
 from kdtp.engine.coordinator import Coordinator
 from kdtp.engine.fleet import Fleet
 from kdtp.engine.handshake import Handshake
-from kdtp.engine.link import Link, LocalLink
+from kdtp.engine.link import Link, LocalLink, Payload
 from kdtp.engine.plan import Plan
 from kdtp.grammar import Grammars
 from kdtp.messages import FromWorker, Progress
@@ -27,7 +27,7 @@ def local_link(on_progress: Callable[[int, int], None] = lambda done, total: Non
 
     link = LocalLink(0)
 
-    def emit(message: FromWorker, frame: bytes | None) -> None:
+    def emit(message: FromWorker, frame: Payload) -> None:
         link.emit(message, frame)
         if isinstance(message, Progress):
             on_progress(message.done, message.total)

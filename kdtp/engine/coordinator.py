@@ -66,6 +66,7 @@ class Coordinator:
         self.drafter.start()
         if self.config.drafter.width == "auto" and self.config.drafter.name != "none":
             self.widths = Widths.measured(self.config, self.model, self.fleet, self.pool, self.drafter)
+            self.fleet.on_wait = self.widths.catch_up
 
     # ------------------------------------------------------------------ requests
 

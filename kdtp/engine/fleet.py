@@ -41,6 +41,7 @@ class Fleet:
         self._step_timeout = step_timeout
         self._seconds_per_row: float | None = None
         self.on_long: Callable[[float], object] = lambda seconds: None  # before a step that may take so long
+        self.on_wait: Callable[[], object] = lambda: None  # while ranks draft
         self.features = 0, 0  # process and descriptor of what the last forward has left, if it was to
         self._local = [link for link in links if isinstance(link, LocalLink)]
         self._remote = [link for link in links if isinstance(link, ZmqLink)]
@@ -99,6 +100,7 @@ class Fleet:
         """Draft on all ranks: the shape of what rank 0 answers, and its frame, as in Drafts. EngineFault as forward."""
         self.send(Draft(self.epoch, self.step, tuple(roots), shape))
         deadline = time.monotonic() + self._step_timeout
+        self.on_wait()
         drafts, frame = self._gather(Drafts, self.links[:1], deadline)[0]
         if drafts.shape[:1] != (len(roots),) or len(drafts.shape) not in ((2,) if shape else (3, 4)):
             raise EngineFault(f"step {self.step}: drafts of shape {drafts.shape} for {len(roots)} roots")

@@ -28,6 +28,7 @@ _HIGH_WATER = 1000  # messages; an introduction has two
 LINGER = 0.2  # seconds for what is said last to leave
 
 Arrived = tuple[FromWorker, bytes | None]
+Payload = bytes | Callable[[], bytes] | None  # of a message; or what gives it once it is there
 M = TypeVar("M")
 
 
@@ -82,9 +83,9 @@ class LocalLink:
         self.hello: Hello | None = None
         self.last_step, self.answered = 0, 0.0  # the last step that was answered, and when (time.monotonic())
         self.handle: Callable[[ToWorker], None] | None = None
-        self._inbox: deque[Arrived] = deque()
+        self._inbox: deque[tuple[FromWorker, Payload]] = deque()
 
-    def emit(self, message: FromWorker, frame: bytes | None = None) -> None:
+    def emit(self, message: FromWorker, frame: Payload = None) -> None:
         """The worker's way back."""
         self._inbox.append((message, frame))
 
@@ -98,7 +99,10 @@ class LocalLink:
         self.handle(message)
 
     def receive(self) -> Arrived | None:
-        return self._inbox.popleft() if self._inbox else None
+        if not self._inbox:
+            return None
+        message, frame = self._inbox.popleft()
+        return message, frame() if callable(frame) else frame
 
     def close(self) -> None:
         self.handle = None

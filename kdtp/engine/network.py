@@ -98,7 +98,10 @@ class OnCoordinator:
         self._backlog.flush()
         blocks = [Block(root.token, lines(root.pages, root.start)) for root in roots]
         drafted = self._network.draft(blocks, self._config.drafter.topk)
-        return unpack(*pack(drafted, roots, shape)) if shape else drafted.proposals()
+        if not shape:
+            return drafted.proposals()
+        size, fetch = pack(drafted, roots, shape)
+        return unpack(size, fetch())
 
     def _left(self) -> torch.Tensor:
         """What the last forward has left. EngineFault if rank 0's memory cannot be mapped."""

@@ -14,7 +14,7 @@ import zmq
 from kdtp.drafting import Draft, Keep
 from kdtp.engine import lane, rundir
 from kdtp.engine.lane import Lane
-from kdtp.engine.link import LINGER, tune
+from kdtp.engine.link import LINGER, Payload, tune
 from kdtp.log import logger
 from kdtp.messages import Commit, Forward, FromWorker, Shutdown, ToWorker, Welcome
 
@@ -42,8 +42,9 @@ class RankEnd:
         self._decoder = msgspec.msgpack.Decoder(Forward | Keep | Commit | Draft | Shutdown)
         self._coordinator: int | None = None
 
-    def emit(self, message: FromWorker, frame: bytes | None) -> None:
-        """Send to the coordinator."""
+    def emit(self, message: FromWorker, frame: Payload) -> None:
+        """Send to the coordinator, once the frame has come."""
+        frame = frame() if callable(frame) else frame
         body = msgspec.msgpack.encode(message)
         if self._lane is not None:
             self._lane.send(body, frame)

@@ -37,6 +37,7 @@ class Widths:
         self._asking = self._asked = 0  # sequences that could be drafted for in this round, and that were
         self._turn = 0  # whose it is when few are
         self._round = 0  # of those with drafts
+        self._tried: Sequence[tuple[Grown, Sequence[int]]] = ()  # trees, and what stayed of each, not yet learned from
 
     @classmethod
     def measured(
@@ -77,6 +78,7 @@ class Widths:
         """The trees, as wide as it pays; took: seconds, of the draft."""
         if not self._asked:
             return dict(grown)
+        self.catch_up()
         drafted = [seq for seq, tree in grown.items() if len(tree.tree) > 1]
         context = max(turn.request.start for turn in turns)
         trees = [grown[seq] for seq in drafted]
@@ -99,14 +101,19 @@ class Widths:
             tried = [(tree, o.kept) for tree, size, o in trees if tree is not None and len(tree.tree) == size > 1]
             self._round += 1
             apart = -(-len(tried) // _TAUGHT) or 1
-            for tree, kept in tried[self._round % apart :: apart]:
-                self.policy.learn_tree(tree, frozenset(kept))
+            self._tried = tried[self._round % apart :: apart]
             accepted = sum(len(o.kept) - 1 for r, o in zip(rows, outcomes, strict=True) if r.seq in grown)
             self.policy.learn_draft(self._asked, context, drafting, accepted)
             self._asked = 0
         if len(grown) == len(rows):
             count = sum(len(r.tokens) for r in rows)
             self.policy.learn(len(rows), count, context, seconds - drafting)
+
+    def catch_up(self) -> None:
+        """Learn from the last round's trees. That takes time, so it is put off until the next draft is waited for."""
+        for tree, kept in self._tried:
+            self.policy.learn_tree(tree, frozenset(kept))
+        self._tried = ()
 
 
 def _shown(curve: Mapping[int, float]) -> str:

@@ -19,6 +19,7 @@ from kdtp.drafting import Draft, Drafts, Keep
 from kdtp.engine import devices, features, guard, rundir
 from kdtp.engine.choose import Chooser
 from kdtp.engine.features import Shared
+from kdtp.engine.link import Payload
 from kdtp.engine.rankend import WELCOME_TIMEOUT, RankEnd
 from kdtp.log import logger
 from kdtp.messages import (
@@ -44,7 +45,7 @@ from kdtp.version import __version__
 if TYPE_CHECKING:
     from kdtp.draft.dflash.part import Part  # loaded if there is a network
 
-Emit = Callable[[FromWorker, bytes | None], None]
+Emit = Callable[[FromWorker, Payload], None]
 
 
 class Refused(RuntimeError):
@@ -175,11 +176,18 @@ class Worker:
         self._emit(Ids(self._epoch, self._step, self.rank, tuple(ids), tuple(wanted), shape, made, left), frame)
 
     def _draft(self, message: Draft) -> None:
-        drafted = self.part.draft(message.roots, message.shape)
-        self.shard.comm.check()
-        if drafted is not None:
-            shape, frame = drafted
-            self._emit(Drafts(self._epoch, self._step, self.rank, shape), frame)
+        drafted, comm = self.part.draft(message.roots, message.shape), self.shard.comm
+        if drafted is None:
+            comm.check()
+            return
+        shape, fetch = drafted
+
+        def fetched() -> bytes:
+            data = fetch()
+            comm.check()
+            return data
+
+        self._emit(Drafts(self._epoch, self._step, self.rank, shape), fetched)
 
     def _shutdown(self, reason: str) -> None:
         if self._shard is None:

@@ -34,7 +34,7 @@ class Costs:
         self._leader, self._pace = leader, 1.0
         self._surprises: deque[float] = deque(maxlen=_SURPRISES)
         self._ratios: dict[tuple[int, int, int], deque[tuple[int, float]]] = {}  # (when, measured over curve)
-        self._factors: dict[tuple[int, int], deque[float]] = {}
+        self._of_kinds: dict[tuple[int, int], deque[tuple[float, float]]] = {}  # newest, as `_of_kind`
         self._round = 0
 
     @property
@@ -55,9 +55,9 @@ class Costs:
             self._pace = _median(self._surprises)
         ratio /= self.pace**_LASTS
         known.append((self._round, ratio))
-        if kind not in self._factors:
-            self._factors[kind] = deque([self._factor(*kind)], maxlen=2 * _KEPT - 1)
-        self._factors[kind].append(ratio)
+        if kind not in self._of_kinds:
+            self._of_kinds[kind] = deque([self._of_kind(*kind)], maxlen=2 * _KEPT - 1)
+        self._of_kinds[kind].append((ratio, (ratio - 1.0) * self._base(size)))
 
     def seconds(self, seqs: int, rows: int, context: int) -> float:
         """What a round would take now."""
@@ -72,18 +72,25 @@ class Costs:
         """What rounds of this kind and size take, over the curve, at the usual pace."""
         oldest = self._round - _STALE
         newest = [ratio for when, ratio in self._ratios.get((*kind, size), ()) if when > oldest]
-        if len(newest) < _KEPT:
-            newest.append(self._factor(*kind))  # one time that was by chance longer is not alone
+        if len(newest) < _KEPT:  # one time that was by chance longer is not alone
+            # Whether others took so many times or so many seconds more is not known: who looks dear is never tried, so
+            # it is the less.
+            factor, more = self._of_kind(*kind)
+            newest.append(min(factor, max(1.0 + more / self._base(size), 0.1)))
         return _median(newest)
 
-    def _factor(self, seqs: int, context: int) -> float:
-        """Of the nearest kind that was measured."""
-        if not self._factors:
-            return 1.0
-        if (seqs, context) in self._factors:
-            return _median(self._factors[seqs, context])
-        near = min(self._factors, key=lambda k: (abs(math.log2(k[0] / seqs)) + 2 * abs(math.log2(k[1] / context)), k))
-        return _median(self._factors[near])
+    def _of_kind(self, seqs: int, context: int) -> tuple[float, float]:
+        """What rounds of a kind, or of the nearest that was measured, take over the curve: how many times, and how many
+        seconds more."""
+        if not self._of_kinds:
+            return 1.0, 0.0
+        near = seqs, context
+        if near not in self._of_kinds:
+            near = min(
+                self._of_kinds, key=lambda k: (abs(math.log2(k[0] / seqs)) + 2 * abs(math.log2(k[1] / context)), k)
+            )
+        factors, more = zip(*self._of_kinds[near], strict=True)
+        return _median(factors), _median(more)
 
     def _base(self, rows: int) -> float:
         """The curve, straight between what was measured and beyond it."""

@@ -167,8 +167,8 @@ class Pauses:
 
 
 class _Hope(NamedTuple):
-    """What was expected of a round with drafts: `more` tokens than its `seqs` ones, in the time of `spent` plain rounds;
-    and if all were drafted for, by how much more tokens than a plain round, in the time of how many."""
+    """What was expected of a round with drafts: `more` tokens beside its `seqs` ones, in the time of `spent` plain
+    rounds; and of one in which all are drafted for: tokens of so many plain rounds more, in the time of so many."""
 
     pauses: Pauses
     seqs: int

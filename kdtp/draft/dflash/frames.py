@@ -6,7 +6,7 @@ counts [B], as in kernels.Trees, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from kdtp.drafting import Root
 from kdtp.proposals import Conditionals, Grown, Marginals
 from kdtp.types import Tree
 
-Frame = tuple[tuple[int, ...], bytes]  # shape, as in drafting.Drafts, and bytes
+Frame = tuple[tuple[int, ...], Callable[[], bytes]]  # shape, as in drafting.Drafts, and bytes when they have come
 
 
 def pack(drafted: Drafted, roots: Sequence[Root], shape: str) -> Frame:
@@ -24,7 +24,7 @@ def pack(drafted: Drafted, roots: Sequence[Root], shape: str) -> Frame:
     if shape:
         return _pack_trees(trees(drafted, roots, shape))
     lp, ids = drafted
-    return tuple(lp.shape), _bytes(lp, ids)
+    return tuple(lp.shape), _copied(lp, ids)
 
 
 def unpack(shape: Sequence[int], frame: bytes) -> Sequence[Marginals | Conditionals | Grown]:
@@ -43,14 +43,25 @@ def trees(drafted: Drafted, roots: Sequence[Root], shape: str) -> kernels.Trees:
 
 
 def _pack_trees(made: kernels.Trees) -> Frame:
-    return tuple(made.tokens.shape), _bytes(made.tokens, made.parents, made.scores, made.counts)
+    return tuple(made.tokens.shape), _copied(made.tokens, made.parents, made.scores, made.counts)
 
 
-def _bytes(*tensors: torch.Tensor) -> bytes:
-    """All of them in one copy from the device; what is not float32 as int32."""
+def _copied(*tensors: torch.Tensor) -> Callable[[], bytes]:
+    """All of them in one copy from the device, which is under way; what is not float32 as int32."""
     words = [x.flatten().view(torch.int32) if x.dtype == torch.float32 else x.flatten().int() for x in tensors]
-    data: bytes = torch.cat(words).cpu().numpy().tobytes()
-    return data
+    found = torch.cat(words)
+    host = torch.empty_like(found, device="cpu", pin_memory=found.is_cuda).copy_(found, non_blocking=True)
+    came = torch.cuda.Event() if found.is_cuda else None  # type: ignore[no-untyped-call]
+    if came is not None:
+        came.record()
+
+    def fetch() -> bytes:
+        if came is not None:
+            came.synchronize()
+        data: bytes = host.numpy().tobytes()
+        return data
+
+    return fetch
 
 
 def _unpack_candidates(shape: Sequence[int], frame: bytes) -> Drafted:
