@@ -14,7 +14,7 @@ _SURPRISES = 5  # newest ones, whose median is the pace
 _LASTS = 0.98  # of what the pace explains is not learned: a pace that stays is usual after a while
 _KNOWN = 3  # times of a kind, after which the next one tells of the pace
 _KEPT = 9  # newest times of a kind, whose median counts
-_STALE = 100  # times learned, after which one is forgotten: who looked dear by chance is looked at again
+_STALE = 1000  # times learned, after which one is forgotten: who looked dear by chance is looked at again
 
 
 class Costs:

@@ -28,10 +28,12 @@ _TRIED = 3  # nodes, at least, of a trial
 _NEWEST = 0.05  # how much a round of one tree counts in the gain, more of them by the root of their number,
 _AGES = 0.95  # and how much less after each plain round
 _ENTERS = 1.03  # gain from which on all are drafted for; they are until it is below 1
+_FIRST = 4  # rounds are plain, as what they take is to be known,
+_PLAIN = 40  # and one of so many that pay
 _TRIALS = 0.01  # of plain rounds is lost to trials after a while;
 _LOSS = 0.01  # of them may be lost to drafts that do not pay,
 _CREDIT = 4.0  # beside so many at first,
-_EARNED = 16.0  # or, at most, what drafts have won before
+_EARNED = 8.0  # or, at most, what drafts have won before
 _LITTLE = 0.1  # tokens, beside which what is hoped for tells something
 _CLEARLY = 0.8  # of what was expected is no chance,
 _HICCUP = 2.0  # plain rounds more are one
@@ -131,7 +133,7 @@ def _kinds(scores: Sequence[float], parents: Sequence[int]) -> list[int]:
 
 
 class Pauses:
-    """Whether drafting pays for about so many sequences: then every round drafts for all. If not, a trial drafts for
+    """Whether drafting pays for about so many sequences: then about every round drafts for all. If not, a trial drafts for
     few, after 1, 2, 4, ... at most LONGEST plain rounds, or as many as make trials cost _TRIALS of the time; and only
     as long as what is lost is below _LOSS of the time."""
 
@@ -139,15 +141,19 @@ class Pauses:
 
     def __init__(self) -> None:
         self.pays = False
-        self._left, self._pause = 0, 1
+        self._left, self._pause = _FIRST, 1
+        self._paid = 1  # rounds since one was plain
         self._credit = _CREDIT
         self._with = self._without = 0.0  # time of late rounds, and of plain ones for the same tokens
 
     def drafts(self) -> bool:
         """Whether to draft in this round; counts it."""
         self._left -= 1
+        self._paid = (self._paid + 1) % _PLAIN if self.pays else 0
         self._credit = max(self._credit, min(self._credit + _LOSS, _CREDIT))
-        if self.pays or self._left < 0 <= self._credit:
+        if self.pays:
+            return self._paid > 0
+        if self._left < 0 <= self._credit:
             return True
         self._with, self._without = _AGES * self._with, _AGES * self._without
         return False
@@ -155,14 +161,18 @@ class Pauses:
     def learn(self, seconds: float, plain: float, loss: float, trees: int) -> None:
         """All drafted for, a round would take so many seconds, and plain decoding, for its tokens, `plain`; loss: plain
         rounds that could have been run in the time that this one loses; trees: that say so."""
-        self._credit = min(self._credit - loss, _EARNED)
+        # What is lost while it is thought to pay ends by itself, and leaves no debt.
+        least = min(self._credit, 0.0) if self.pays else -math.inf
+        self._credit = min(max(self._credit - loss, least), _EARNED)
         newest = _NEWEST * math.sqrt(trees)
         self._with += newest * (seconds - self._with)
         self._without += newest * (plain - self._without)
         self.pays = self._without > (1.0 if self.pays else _ENTERS) * self._with
-        # What looks well by itself is looked at again soon, and so is what costs little to look at.
-        longest = min(max(1, math.ceil(loss / _TRIALS)), self.LONGEST)
-        self._pause = 1 if self.pays or plain > _ENTERS * seconds else min(2 * self._pause, longest)
+        if self.pays:  # who paid only just is looked at again late
+            self._pause = max(1, self._pause - 1)
+        elif plain <= _ENTERS * seconds:  # what looks well by itself is looked at again soon,
+            longest = min(max(1, math.ceil(loss / _TRIALS)), self.LONGEST)  # and so is what costs little to look at
+            self._pause = min(2 * self._pause, longest)
         self._left = self._pause
 
 

@@ -147,7 +147,7 @@ def test_times_follow_what_is_measured_now():
         costs.learn(1, 9, 5000, 12.0)
     assert costs.seconds(1, 1, 5000) == pytest.approx(4.0, rel=0.05)
     assert costs.seconds(1, 1, 40000) == costs.seconds(1, 1, 5000)  # the nearest that is known
-    for _ in range(120):
+    for _ in range(1100):
         costs.learn(1, 1, 0, 1.0)
     assert costs.seconds(1, 9, 0) == pytest.approx(3.0, rel=0.05)  # what was measured long ago is forgotten
 
@@ -205,9 +205,11 @@ def test_pauses_grow_and_end():
     pauses = Pauses()
     drafted = told(pauses, lambda: 0.7, 1000)
     first = [i for i, yes in enumerate(drafted) if yes]
-    assert first[:5] == [0, 3, 8, 17, 34] and len(first) < 25 and any(drafted[-Pauses.LONGEST - 1 :])
+    assert first[:5] == [4, 7, 12, 21, 38] and len(first) < 25 and any(drafted[-Pauses.LONGEST - 1 :])
     drafted = told(pauses, lambda: 1.5, 300)
-    assert sum(drafted) > 150 and all(drafted[-150:])  # once it pays, no more pauses
+    assert sum(drafted) > 150  # once it pays, no more pauses, but now and then a round, to know what it takes
+    plain = [i for i, yes in enumerate(drafted[-150:]) if not yes]
+    assert len(plain) in (3, 4) and {b - a for a, b in itertools.pairwise(plain)} == {40}
 
 
 def test_what_trials_cost_is_bounded():
@@ -219,7 +221,7 @@ def test_what_trials_cost_is_bounded():
 
 def test_what_costs_little_to_try_is_tried_often():
     drafted = {loss: sum(told(Pauses(), lambda: 0.9, 2000, loss)) for loss in (0.0, 0.1, 0.3, 3.0)}
-    assert drafted[0.0] == 1000 and 160 < drafted[0.1] < 200 and 60 < drafted[0.3] < 75 and drafted[3.0] < 16
+    assert drafted[0.0] == 998 and 160 < drafted[0.1] < 200 and 60 < drafted[0.3] < 75 and drafted[3.0] < 16
 
 
 def test_what_is_about_even_does_not_change_all_the_time():
@@ -255,19 +257,24 @@ def test_a_policy_that_never_drafts_twice_what_does_not_pay():
         return nodes / count
 
     assert share(0.0, 50) < 0.6 and share(0.0, 500) < 0.1
-    assert share(1.0, 1500) > 0.5 and share(1.0, 200) == 2.0
+    assert share(1.0, 1500) > 0.5 and share(1.0, 200) == 2.0 * 195 / 200
+
+
+def until_drafts(policy, asking):
+    """For how many, after plain rounds."""
+    return next(filter(None, (policy.drafts(asking) for _ in range(70))))
 
 
 def test_a_trial_is_of_few_and_says_what_all_would_bring():
     """Of 30 that ask 6 are drafted for; what pays for all is seen, though it does not pay for these."""
     rounds = Costs({1: 1.0, 64: 1.0}, int)
     policy = Policy(rounds, Costs({1: 1.0}, int, rounds))  # a draft costs a round, for however many
-    assert policy.drafts(30) == 6
+    assert until_drafts(policy, 30) == 6
     sizes = policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0, 1.0)
     policy.learn_draft(6, 0, 1.0, 5)
     assert sizes == [1] * 6 and policy.drafts(30) == 0  # 60 tokens at most in two rounds' time
     policy = Policy(rounds, Costs({1: 0.5}, int, rounds))
-    assert policy.drafts(30) == 6
+    assert until_drafts(policy, 30) == 6
     policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0, 0.5)
     policy.learn_draft(6, 0, 0.5, 5)
     assert policy.drafts(30) == 30
@@ -277,7 +284,7 @@ def test_a_draft_after_plain_rounds_tells_nothing_of_one_after_another():
     """It takes in what they have left, too: that is a loss of the trial, and no part of what drafts for all cost."""
     rounds = Costs({1: 1.0, 64: 1.0}, int)
     policy = Policy(rounds, Costs({1: 0.2}, int, rounds))
-    assert policy.drafts(1) == 1
+    assert until_drafts(policy, 1) == 1
     policy.choose([a_chain([0.0, -3.0])], 1, 1, 1, 0, 2.0)
     policy.learn_draft(1, 0, 2.0, 0)
     assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.2)
@@ -321,7 +328,7 @@ def test_what_comes_counts_not_what_scores_promise():
             policy.learn(1, 1 + size, 0, 1.2 if size else 1.0)
         return many
 
-    assert drafted(3, 300) == 300
+    assert drafted(3, 300) > 285
     assert drafted(0, 100) < 50
     assert drafted(3, 300) > 200
 
