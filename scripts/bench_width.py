@@ -105,7 +105,7 @@ def automatic(machine: Machine, drawn: Sequence[Sequence[Drafted]], rng: random.
         seqs, sizes = len(batch), [0] * len(batch)
         if asked := policy.drafts(seqs):
             took = machine.drafting(asked) * rng.lognormvariate(0.0, 0.05)
-            sizes[:asked] = policy.choose([d.grown for d in batch[:asked]], asked, seqs, seqs, CONTEXT, took)
+            sizes[:asked] = policy.choose([d.grown for d in batch[:asked]], asked, seqs, seqs, seqs, CONTEXT, took)
             accepted = sum(d.tokens(size) - 1 for d, size in zip(batch, sizes, strict=True))
             policy.learn_draft(asked, CONTEXT, took, accepted)
             spent += took

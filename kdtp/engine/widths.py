@@ -82,7 +82,8 @@ class Widths:
         drafted = [seq for seq, tree in grown.items() if len(tree.tree) > 1]
         context = max(turn.request.start for turn in turns)
         trees = [grown[seq] for seq in drafted]
-        sizes = self.policy.choose(trees, self._asked, self._asking, len(grown), context, took)
+        rows = len(grown) + sum(turn.rows for turn in turns if turn.chunk)
+        sizes = self.policy.choose(trees, self._asked, self._asking, len(grown), rows, context, took)
         return {**grown, **{seq: grown[seq].cut(size) for seq, size in zip(drafted, sizes, strict=True)}}
 
     def learn(

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from kdtp.types import power
 
@@ -14,7 +15,16 @@ _SURPRISES = 5  # newest ones, whose median is the pace
 _LASTS = 0.98  # of what the pace explains is not learned: a pace that stays is usual after a while
 _KNOWN = 3  # times of a kind, after which the next one tells of the pace
 _KEPT = 9  # newest times of a kind, whose median counts
-_STALE = 1000  # times learned, after which one is forgotten: who looked dear by chance is looked at again
+_STALE = 1000  # rounds of other kinds, after which one is forgotten: who looked dear by chance is looked at again
+
+
+@dataclass
+class _Times:
+    """Of rounds of a kind and size: when the last one was learned, the newest times over the curve, their median."""
+
+    last: int
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    median: float = 1.0
 
 
 class Costs:
@@ -33,8 +43,9 @@ class Costs:
         self.padded = padded
         self._leader, self._pace = leader, 1.0
         self._surprises: deque[float] = deque(maxlen=_SURPRISES)
-        self._ratios: dict[tuple[int, int, int], deque[tuple[int, float]]] = {}  # (when, measured over curve)
-        self._of_kinds: dict[tuple[int, int], deque[tuple[float, float]]] = {}  # newest, as `_of_kind`
+        self._times: dict[tuple[int, int, int], _Times] = {}  # by sequences, context and size
+        self._newest: dict[tuple[int, int], deque[tuple[float, float]]] = {}  # of all sizes of a kind,
+        self._of_kinds: dict[tuple[int, int], tuple[float, float]] = {}  # and their medians
         self._round = 0
 
     @property
@@ -46,18 +57,23 @@ class Costs:
         """A round took so long."""
         self._round += 1
         kind, size = (power(seqs), _context(context)), self.padded(rows)
-        if (*kind, size) not in self._ratios:  # in the first of a shape something is set up, such as a graph
-            self._ratios[*kind, size] = deque(maxlen=_KEPT)
+        times = self._times.get((*kind, size))
+        if times is None:  # in the first of a shape something is set up, such as a graph
+            self._times[*kind, size] = _Times(self._round)
             return
-        known, ratio = self._ratios[*kind, size], seconds / self._base(size)
-        if len(known) >= _KNOWN:  # before, a surprise tells of this kind
-            self._surprises.append(ratio / self._known(kind, size))
+        if self._round - times.last > _STALE:
+            times.ratios.clear()
+        ratio, common = seconds / self._base(size), self._of_kind(*kind)
+        if len(times.ratios) >= _KNOWN:  # before, a surprise tells of this kind
+            self._surprises.append(ratio / self._known(times, size, common))
             self._pace = _median(self._surprises)
         ratio /= self.pace**_LASTS
-        known.append((self._round, ratio))
-        if kind not in self._of_kinds:
-            self._of_kinds[kind] = deque([self._of_kind(*kind)], maxlen=2 * _KEPT - 1)
-        self._of_kinds[kind].append((ratio, (ratio - 1.0) * self._base(size)))
+        times.ratios.append(ratio)
+        times.last, times.median = self._round, _median(times.ratios)
+        newest = self._newest.setdefault(kind, deque([common], maxlen=2 * _KEPT - 1))
+        newest.append((ratio, (ratio - 1.0) * self._base(size)))
+        factors, more = zip(*newest, strict=True)
+        self._of_kinds[kind] = _median(factors), _median(more)
 
     def seconds(self, seqs: int, rows: int, context: int) -> float:
         """What a round would take now."""
@@ -66,31 +82,29 @@ class Costs:
     def table(self, seqs: int, context: int, sizes: Iterable[int]) -> list[float]:
         """What rounds of each of these sizes, rows with padding, would take now."""
         kind, pace = (power(seqs), _context(context)), self.pace
-        return [self._base(size) * self._known(kind, size) * pace for size in sizes]
+        common = self._of_kind(*kind)
+        return [self._base(size) * self._known(self._times.get((*kind, size)), size, common) * pace for size in sizes]
 
-    def _known(self, kind: tuple[int, int], size: int) -> float:
-        """What rounds of this kind and size take, over the curve, at the usual pace."""
-        oldest = self._round - _STALE
-        newest = [ratio for when, ratio in self._ratios.get((*kind, size), ()) if when > oldest]
-        if len(newest) < _KEPT:  # one time that was by chance longer is not alone
-            # Whether others took so many times or so many seconds more is not known: who looks dear is never tried, so
-            # it is the less.
-            factor, more = self._of_kind(*kind)
-            newest.append(min(factor, max(1.0 + more / self._base(size), 0.1)))
-        return _median(newest)
+    def _known(self, times: _Times | None, size: int, common: tuple[float, float]) -> float:
+        """What rounds take, over the curve, at the usual pace; common: of their kind."""
+        ratios = times.ratios if times is not None and self._round - times.last <= _STALE else ()
+        if times is not None and len(ratios) == _KEPT:
+            return times.median
+        # Whether others took so many times or so many seconds more is not known: it is the less, as who looks dear is
+        # never tried. It counts beside a few measured ones, too: one that was by chance longer is not alone.
+        factor, more = common
+        return _median([*ratios, min(factor, max(1.0 + more / self._base(size), 0.1))])
 
     def _of_kind(self, seqs: int, context: int) -> tuple[float, float]:
         """What rounds of a kind, or of the nearest that was measured, take over the curve: how many times, and how many
         seconds more."""
-        if not self._of_kinds:
+        kinds = self._of_kinds
+        if not kinds:
             return 1.0, 0.0
         near = seqs, context
-        if near not in self._of_kinds:
-            near = min(
-                self._of_kinds, key=lambda k: (abs(math.log2(k[0] / seqs)) + 2 * abs(math.log2(k[1] / context)), k)
-            )
-        factors, more = zip(*self._of_kinds[near], strict=True)
-        return _median(factors), _median(more)
+        if near not in kinds:
+            near = min(kinds, key=lambda k: (abs(math.log2(k[0] / seqs)) + 2 * abs(math.log2(k[1] / context)), k))
+        return kinds[near]
 
     def _base(self, rows: int) -> float:
         """The curve, straight between what was measured and beyond it."""

@@ -133,9 +133,9 @@ def _kinds(scores: Sequence[float], parents: Sequence[int]) -> list[int]:
 
 
 class Pauses:
-    """Whether drafting pays for about so many sequences: then about every round drafts for all. If not, a trial drafts for
-    few, after 1, 2, 4, ... at most LONGEST plain rounds, or as many as make trials cost _TRIALS of the time; and only
-    as long as what is lost is below _LOSS of the time."""
+    """Whether drafting pays for about so many sequences: then nearly every round drafts for all. If not, a trial drafts
+    for few, after 1, 2, 4, ... at most LONGEST plain rounds, or as many as make trials cost _TRIALS of the time; and
+    only as long as what is lost is below _LOSS of the time."""
 
     LONGEST = 64
 
@@ -206,23 +206,27 @@ class Policy:
 
     def drafts(self, asking: int) -> int:
         """For how many of those that ask to draft in this round: all, none, or for a trial the root of their number."""
-        pauses = self._pauses.setdefault(power(asking), Pauses())
+        size = power(asking)
+        if size not in self._pauses:
+            self._pauses[size] = Pauses()
+        pauses = self._pauses[size]
         drafts = pauses.drafts()
         self.tries, self._rested = drafts and not pauses.pays, not self._asked
         self._asked = (math.isqrt(asking - 1) + 1 if self.tries else asking) if drafts else 0
         return self._asked
 
     def choose(
-        self, trees: Sequence[Grown], asked: int, asking: int, seqs: int, context: int, took: float
+        self, trees: Sequence[Grown], asked: int, asking: int, seqs: int, rows: int, context: int, took: float
     ) -> list[int]:
         """How many nodes below its root each drafted tree is cut to.
 
-        asked, asking: sequences that were drafted for, of those that could be; seqs: all of the round; context: of the
-        longest; took: seconds, of the draft.
+        asked, asking: sequences that were drafted for, of those that could be; seqs: all that get a token in this
+        round; rows: of the round without nodes below a root, so with chunks of prompts; context: of the longest; took:
+        seconds, of the draft.
         """
         worth = [self.calibration.worth(grown.scores, grown.tree.parents)[1:] for grown in trees]
-        pauses, share = self._pauses.setdefault(power(asking), Pauses()), asking / asked
-        steps = self._steps(seqs, math.ceil(share * sum(map(len, worth))), context)
+        pauses, share = self._pauses[power(asking)], asking / asked
+        steps = self._steps(seqs, rows, math.ceil(share * sum(map(len, worth))), context)
         usual = self.drafting.seconds(asked, asked, context)
         chosen = every = allot(worth, steps, seqs, usual, 0 if pauses.pays else _TRIED)
         alone = float(seqs)
@@ -237,14 +241,14 @@ class Policy:
         )
         return chosen.sizes
 
-    def _steps(self, seqs: int, most: int, context: int) -> list[tuple[int, float]]:
+    def _steps(self, seqs: int, rows: int, most: int, context: int) -> list[tuple[int, float]]:
         """What a round takes, by the most nodes that it has: more need no less, what is measured otherwise is
         chance."""
-        sizes = [self.rounds.padded(seqs)]
-        while sizes[-1] < seqs + most:
+        sizes = [self.rounds.padded(rows)]
+        while sizes[-1] < rows + most:
             sizes.append(self.rounds.padded(sizes[-1] + 1))
         took = list(itertools.accumulate(reversed(self.rounds.table(seqs, context, sizes)), min))
-        return [(size - seqs, seconds) for size, seconds in zip(sizes, reversed(took), strict=True)]
+        return [(size - rows, seconds) for size, seconds in zip(sizes, reversed(took), strict=True)]
 
     def learn(self, seqs: int, rows: int, context: int, seconds: float) -> None:
         """What a round of so many sequences and rows took, but for its draft."""

@@ -27,7 +27,7 @@ class Random:
     def drafts(self, asking):
         return self.rng.randint(0, asking)
 
-    def choose(self, trees, asked, asking, seqs, context, took):
+    def choose(self, trees, asked, asking, seqs, rows, context, took):
         self.sizes += [self.rng.randrange(len(grown.tree)) for grown in trees]
         return self.sizes[-len(trees) :]
 

@@ -248,7 +248,7 @@ def test_a_policy_that_never_drafts_twice_what_does_not_pay():
             if not policy.drafts(1):
                 policy.learn(1, 1, 0, 1.0)
                 continue
-            (size,) = policy.choose([grown], 1, 1, 1, 0, 0.2)
+            (size,) = policy.choose([grown], 1, 1, 1, 1, 0, 0.2)
             path = {node for node in range(size + 1) if rng.random() < accepted or not node}
             policy.learn_draft(1, 0, 0.2, len(path) - 1)
             policy.learn(1, 1 + size, 0, 1.0 + 0.3 * size)
@@ -270,14 +270,23 @@ def test_a_trial_is_of_few_and_says_what_all_would_bring():
     rounds = Costs({1: 1.0, 64: 1.0}, int)
     policy = Policy(rounds, Costs({1: 1.0}, int, rounds))  # a draft costs a round, for however many
     assert until_drafts(policy, 30) == 6
-    sizes = policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0, 1.0)
+    sizes = policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 30, 0, 1.0)
     policy.learn_draft(6, 0, 1.0, 5)
     assert sizes == [1] * 6 and policy.drafts(30) == 0  # 60 tokens at most in two rounds' time
     policy = Policy(rounds, Costs({1: 0.5}, int, rounds))
     assert until_drafts(policy, 30) == 6
-    policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 0, 0.5)
+    policy.choose([a_chain([0.0, -0.1])] * 6, 6, 30, 30, 30, 0, 0.5)
     policy.learn_draft(6, 0, 0.5, 5)
     assert policy.drafts(30) == 30
+
+
+def test_a_chunk_of_a_prompt_takes_its_rows():
+    """Up to 8 rows cost little, more cost much: what a chunk has of them no tree can have."""
+    rounds = Costs({1: 1.0, 8: 1.1, 16: 9.0}, padded)
+    policy = Policy(rounds, Costs({1: 0.01}, int, rounds))
+    tree = a_chain([0.0, *(-0.01 * n for n in range(1, 8))])
+    assert until_drafts(policy, 1) == 1
+    assert [policy.choose([tree], 1, 1, 1, 1 + chunk, 0, 0.01) for chunk in (0, 3, 4)] == [[7], [4], [3]]
 
 
 def test_a_draft_after_plain_rounds_tells_nothing_of_one_after_another():
@@ -285,14 +294,14 @@ def test_a_draft_after_plain_rounds_tells_nothing_of_one_after_another():
     rounds = Costs({1: 1.0, 64: 1.0}, int)
     policy = Policy(rounds, Costs({1: 0.2}, int, rounds))
     assert until_drafts(policy, 1) == 1
-    policy.choose([a_chain([0.0, -3.0])], 1, 1, 1, 0, 2.0)
+    policy.choose([a_chain([0.0, -3.0])], 1, 1, 1, 1, 0, 2.0)
     policy.learn_draft(1, 0, 2.0, 0)
     assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.2)
     pauses = policy._pauses[1]
     assert not pauses.pays and pauses._credit < 2.1  # it lost nearly two rounds
     while not policy.drafts(1):
         pass
-    policy.choose([a_chain([0.0, -0.01])], 1, 1, 1, 0, 2.0)
+    policy.choose([a_chain([0.0, -0.01])], 1, 1, 1, 1, 0, 2.0)
     policy.learn_draft(1, 0, 2.0, 1)
     assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.2) and pauses.pays
     policy._rested = True
@@ -304,7 +313,7 @@ def test_a_draft_after_plain_rounds_tells_nothing_of_one_after_another():
     assert policy.drafting.seconds(1, 1, 0) <= 0.1 / 0.8
     for _ in range(20):  # now they come one after another
         assert policy.drafts(1) == 1
-        policy.choose([a_chain([0.0, -0.01])], 1, 1, 1, 0, 0.4)
+        policy.choose([a_chain([0.0, -0.01])], 1, 1, 1, 1, 0, 0.4)
         policy.learn_draft(1, 0, 0.4, 1)
     assert policy.drafting.seconds(1, 1, 0) == pytest.approx(0.4)
 
@@ -320,7 +329,7 @@ def test_what_comes_counts_not_what_scores_promise():
         for _ in range(count):
             size = 0
             if policy.drafts(1):
-                (size,) = policy.choose([grown], 1, 1, 1, 0, 0.3)
+                (size,) = policy.choose([grown], 1, 1, 1, 1, 0, 0.3)
                 path = range(min(accepted, size) + 1)
                 policy.learn_draft(1, 0, 0.3, len(path) - 1)
                 policy.learn_tree(grown.cut(size), path)
@@ -339,7 +348,7 @@ def test_a_proposal_of_nothing_is_a_round_that_did_not_pay():
     for _ in range(200):
         if policy.drafts(1):
             drafted += 1
-            assert policy.choose([], 1, 1, 1, 0, 0.1) == []
+            assert policy.choose([], 1, 1, 1, 1, 0, 0.1) == []
             policy.learn_draft(1, 0, 0.1, 0)
     assert drafted < 25  # a tenth of a round each
 
@@ -361,7 +370,7 @@ def test_a_useless_drafter_costs_no_more_than_trying(steps, draft, claims):
     for _ in range(count):
         size, took = 0, 0.0
         if policy.drafts(1):
-            (size,) = policy.choose([grown], 1, 1, 1, 0, draft)
+            (size,) = policy.choose([grown], 1, 1, 1, 1, 0, draft)
             policy.learn_draft(1, 0, max(draft, 1e-6), 0)
             policy.learn_tree(grown.cut(size), {0})
             took = draft
