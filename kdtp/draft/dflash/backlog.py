@@ -22,33 +22,36 @@ class Backlog:
         self.features = torch.zeros(MOST, width, dtype=dtype, device=network.device)
         self.graphs: Graphs | None = None
         self._used = 0  # rows of features
-        self._waiting: dict[int, tuple[int, int]] = {}  # by context row: the row of features, and the position
+        self._places: list[int] = []  # of each row that waits, where its features are,
+        self._positions: list[int] = []
+        self._rows: list[int] = []  # and the row of the context that it is for
 
     def add(self, features: torch.Tensor, taken: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> None:
         """Rows `taken` of features [M, width] are those of tokens at these positions, for these rows of the context.
         They may be overwritten afterwards."""
         # All rows up to the last are copied, as they lie: on a GPU that takes no index, which would come from the host.
         count = 1 + max(taken)
-        if count > MOST:
-            for row in rows:
-                self._waiting.pop(row, None)  # its page is another's now
-            self._absorb(features, taken, positions, rows)
-            return
         if self._used + count > MOST:
             self.flush()
-        self.features[self._used : self._used + count] = features[:count]
-        places = [self._used + row for row in taken]
-        self._waiting.update(zip(rows, zip(places, positions, strict=True), strict=True))
+        if count > MOST:
+            self._absorb(features, taken, positions, rows)
+            return
+        used = self._used
+        self.features[used : used + count] = features[:count]
+        self._places += [used + row for row in taken]
+        self._positions += positions
+        self._rows += rows
         self._used += count
 
     def flush(self) -> None:
         """Absorb what waits."""
-        if self._waiting:
-            places, positions = zip(*self._waiting.values(), strict=True)
-            rows = tuple(self._waiting)
-            if self.graphs is None or not self.graphs.absorb(places, positions, rows):
-                self._absorb(self.features, places, positions, rows)
-        self._waiting, self._used = {}, 0
+        if self._rows:
+            # Of a row that waits twice the newer one counts: its page was given to another sequence.
+            newest = {row: i for i, row in enumerate(self._rows)}
+            places, positions = ([values[i] for i in newest.values()] for values in (self._places, self._positions))
+            if self.graphs is None or not self.graphs.absorb(places, positions, tuple(newest)):
+                self._absorb(self.features, places, positions, tuple(newest))
+        self._used, self._places, self._positions, self._rows = 0, [], [], []
 
     def _absorb(
         self, features: torch.Tensor, taken: Sequence[int], positions: Sequence[int], rows: Sequence[int]
