@@ -37,7 +37,9 @@ class Widths:
         self._asking = self._asked = 0  # sequences that could be drafted for in this round, and that were
         self._turn = 0  # whose it is when few are
         self._round = 0  # of those with drafts
-        self._tried: Sequence[tuple[Grown, Sequence[int]]] = ()  # trees, and what stayed of each, not yet learned from
+        # Of the last round, not yet learned from: trees, and what stayed of each; and what `Policy.learn` is told.
+        self._tried: Sequence[tuple[Grown, Sequence[int]]] = ()
+        self._took: tuple[int, int, int, float] | None = None
 
     @classmethod
     def measured(
@@ -95,6 +97,7 @@ class Widths:
         seconds: float,
     ) -> None:
         """What a round took, by stages and in all, and brought."""
+        self.catch_up()
         context, drafting = max(r.start for r in rows), spent["draft"] + spent["build"]
         if self._asked:
             # What a grammar has taken away was never tried.
@@ -108,13 +111,15 @@ class Widths:
             self._asked = 0
         if len(grown) == len(rows):
             count = sum(len(r.tokens) for r in rows)
-            self.policy.learn(len(rows), count, context, seconds - drafting)
+            self._took = len(rows), count, context, seconds - drafting
 
     def catch_up(self) -> None:
-        """Learn from the last round's trees. That takes time, so it is put off until the next draft is waited for."""
+        """Learn from the last round what is not needed before the next draft has come: best while that is waited for."""
         for tree, kept in self._tried:
             self.policy.learn_tree(tree, frozenset(kept))
-        self._tried = ()
+        if self._took is not None:
+            self.policy.learn(*self._took)
+        self._tried, self._took = (), None
 
 
 def _shown(curve: Mapping[int, float]) -> str:

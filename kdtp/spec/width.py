@@ -164,7 +164,7 @@ class Pauses:
         # What is lost while it is thought to pay ends by itself, and leaves no debt.
         least = min(self._credit, 0.0) if self.pays else -math.inf
         self._credit = min(max(self._credit - loss, least), _EARNED)
-        newest = _NEWEST * math.sqrt(trees)
+        newest = min(1.0, _NEWEST * math.sqrt(trees))
         self._with += newest * (seconds - self._with)
         self._without += newest * (plain - self._without)
         self.pays = self._without > (1.0 if self.pays else _ENTERS) * self._with
