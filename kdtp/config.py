@@ -190,6 +190,11 @@ class DrafterConfig:
         """Whether there is a network that drafts."""
         return bool(self.model)
 
+    def grown(self, on_gpu: bool) -> str:
+        """The shape of the trees that are grown where a network drafts; "" if the coordinator grows them."""
+        there = self.trees == "device" or (self.trees == "auto" and on_gpu)
+        return self.shape if self.name == "dflash" and there else ""
+
     def __post_init__(self) -> None:
         want(self.name in DRAFTERS, "drafter", self.name, f"one of {', '.join(DRAFTERS)}")
         check_ranges(self, "drafter.")

@@ -31,8 +31,7 @@ def make(
         assert network is not None, "a network that is nowhere"
         if config.name == "dflash+ngram":
             return Both(DFlashDrafter(network), Ngram(config))
-        there = config.trees == "device" or (config.trees == "auto" and on_gpu)
-        return DFlashDrafter(network, config.shape if there else "")
+        return DFlashDrafter(network, config.grown(on_gpu))
     if config.name == "ngram":
         return Ngram(config)
     assert config.name == "none", config.name

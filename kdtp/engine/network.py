@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from kdtp.config import EngineConfig
 from kdtp.draft.base import Kept
 from kdtp.draft.dflash import config as configs
+from kdtp.draft.dflash import frames
 from kdtp.draft.dflash.backlog import Backlog
 from kdtp.draft.dflash.drafter import Network
-from kdtp.draft.dflash.frames import pack, unpack
-from kdtp.draft.dflash.network import Block, DFlash, TargetPart
+from kdtp.draft.dflash.network import Block, DFlash, Drafted, TargetPart
 from kdtp.draft.dflash.part import lines
 from kdtp.drafting import Root, Rows
 from kdtp.engine import features
@@ -53,7 +53,7 @@ class OnRanks:
         """As Network. EngineFault as Fleet.draft."""
         drafted, frame = self._fleet.draft(roots, shape)
         try:
-            return unpack(drafted, frame)
+            return frames.unpack(drafted, frame)
         except ValueError as error:
             raise EngineFault(f"step {self._fleet.step}: {error}") from None
 
@@ -96,12 +96,13 @@ class OnCoordinator:
     def draft(self, roots: Sequence[Root], shape: str) -> Sequence[Marginals | Conditionals | Grown]:
         """As Network."""
         self._backlog.flush()
-        blocks = [Block(root.token, lines(root.pages, root.start)) for root in roots]
-        drafted = self._network.draft(blocks, self._config.drafter.topk)
-        if not shape:
-            return drafted.proposals()
-        size, fetch = pack(drafted, roots, shape)
-        return unpack(size, fetch())
+        blocks = [Block(root.token, lines(root.pages, root.start), root.budget, root.depth) for root in roots]
+        asked, nodes = self._network.gather(blocks), 1 + max(root.budget for root in roots)
+        found = frames.draft(self._network, asked, self._config.drafter.topk, shape, nodes)
+        if isinstance(found, Drafted):
+            return found.proposals()
+        size, fetch = frames.pack(found)
+        return frames.unpack(size, fetch())
 
     def _left(self) -> torch.Tensor:
         """What the last forward has left. EngineFault if rank 0's memory cannot be mapped."""

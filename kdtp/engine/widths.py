@@ -114,7 +114,7 @@ class Widths:
             self._took = len(rows), count, context, seconds - drafting
 
     def catch_up(self) -> None:
-        """Learn from the last round what is not needed before the next draft has come: best while that is waited for."""
+        """Learn from the last round what can wait for the next draft: best while that is waited for."""
         for tree, kept in self._tried:
             self.policy.learn_tree(tree, frozenset(kept))
         if self._took is not None:

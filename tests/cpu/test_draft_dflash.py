@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -14,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import ThreadComm
 
-from kdtp.draft.dflash import backlog, graphs
+from kdtp.draft.dflash import backlog, frames, graphs
 from kdtp.draft.dflash import config as configs
 from kdtp.draft.dflash.backlog import Backlog
 from kdtp.draft.dflash.network import Block, DFlash, TargetPart
 from kdtp.draft.dflash.select import best, log_probabilities
 from kdtp.model.comm import Solo
 from kdtp.model.weights.table import span
+from kdtp.spec.tree import grow
+from kdtp.types import SHAPES
 from tests.dflash_cases import CASES, TAPS, VOCAB, case_config, random_drafter, write_folder
 
 K, ROWS = 16, 64
@@ -233,7 +236,8 @@ class Replayed:
     def replay(self):
         entry = next(entry for entry in self.graphs._captured.values() if entry.graph is self)
         with torch.inference_mode():
-            for place, values in zip(entry.found or (), entry.call() or (), strict=True):
+            found = entry.call()
+            for place, values in zip(() if found is None else entry.found, () if found is None else found, strict=True):
                 place.copy_(values)
 
 
@@ -255,7 +259,7 @@ def test_graphs_are_given_what_they_were_captured_for(name, tmp_path, no_cuda):
     folder, reference = folder_of(name, tmp_path)
     net, other = network(folder, reference), network(folder, reference)
     tapped = torch.zeros(graphs.MOST, len(TAPS) * reference.config.hidden_size)
-    made = Replayed.graphs = graphs.Graphs(net, K, tapped)
+    made = Replayed.graphs = graphs.Graphs(net, lambda asked: net.forward(asked, K), tapped)
     made.capture_usual(4)
     usual = [(1, 16), (2, 16), (4, 16), *((8 << i,) for i in range(7))]
     assert list(made._captured) == usual
@@ -274,6 +278,32 @@ def test_graphs_are_given_what_they_were_captured_for(name, tmp_path, no_cuda):
     longer = {(1, 32)} if name == "v1" else set()  # the others have windows that are shorter
     assert made._captured.keys() == {*usual} | longer
     assert not made.absorb(*[[0] * (graphs.MOST + 1)] * 3)
+
+
+@pytest.mark.parametrize("name", ["v1", "v2"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trees_that_are_grown_where_candidates_are(name, shape, tmp_path, no_cuda):
+    """By a graph and without one: bit for bit those of the same candidates, of each block's own budget and depth."""
+    folder, reference = folder_of(name, tmp_path)
+    net = network(folder, reference)
+    absorb(net, features_of(reference, 30), torch.arange(30))
+    found = functools.partial(frames.draft, net, k=K, shape=shape, nodes=20)
+    made = Replayed.graphs = graphs.Graphs(net, found, torch.zeros(graphs.MOST, net.config.features))
+    limits = [(19, 7), (0, 7), (5, 0), (12, 3), (1, 1)]
+    blocks = [Block(7 + i, torch.arange(30 - 3 * i), *limit) for i, limit in enumerate(limits)]
+    asked = net.gather(blocks, 8, 32)
+    candidates = net.forward(asked, K)
+    want = [
+        grow(shape, proposal, block.root, block.budget, block.depth)
+        for proposal, block in zip(candidates.proposals(), blocks, strict=False)
+    ]
+    for words in (made.draft(blocks), found(asked)[: len(blocks)]):
+        size, fetch = frames.pack(words)
+        got = frames.unpack(size, fetch())
+        assert size == (5, 20) and [tree.tree for tree in got] == [tree.tree for tree in want]
+        assert [list(tree.scores) for tree in got] == [pytest.approx(list(tree.scores), abs=1e-6) for tree in want]
+    with pytest.raises(ValueError, match=r"trees of shape \(5, 19\) in"):
+        frames.unpack((5, 19), fetch())
 
 
 class Written:

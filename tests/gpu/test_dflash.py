@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from kdtp.draft.dflash import config as configs
-from kdtp.draft.dflash.graphs import MOST, Graphs
-from kdtp.draft.dflash.network import DFlash, TargetPart
+from kdtp.draft.dflash import frames
+from kdtp.draft.dflash.graphs import MOST, SHORTEST, Graphs
+from kdtp.draft.dflash.network import Block, DFlash, Drafted, TargetPart
 from kdtp.engine.request import Request
 from kdtp.model.comm import Solo
 from kdtp.model.weights import kdtr
-from kdtp.types import SamplingParams
+from kdtp.spec.tree import grow
+from kdtp.types import SHAPES, SamplingParams, power
 from reference.config import to_metadata
 from reference.weights import random_weights
 from scripts import gen_model_ref
@@ -211,7 +214,7 @@ def test_rows_that_a_graph_absorbs_are_those_of_its_kernels(cuda, version, dtype
     embed = torch.randn(SMALL.vocab_size, SMALL.hidden_size, generator=random, device=cuda).to(dtype)
     network = DFlash(folder, configs.read(folder), TargetPart(embed, embed, 0), Solo(), 1024, poison=True)
     features = torch.randn(MOST, network.config.features, generator=random, device=cuda).to(dtype)
-    graphs, empty = Graphs(network, 4, features), network._context.clone()
+    graphs, empty = Graphs(network, lambda asked: network.forward(asked, 4), features), network._context.clone()
     for count in (512, 1, 257, 256, 8, 9, 511, 3):
         taken, positions, rows = (torch.randperm(n)[:count] for n in (MOST, 4000, 1024))
         network._context.copy_(empty)
@@ -223,3 +226,31 @@ def test_rows_that_a_graph_absorbs_are_those_of_its_kernels(cuda, version, dtype
         for mine, theirs in zip(found[:, :, :1025], network._context[:, :, :1025], strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), count
     assert not graphs.absorb([0] * 513, [0] * 513, [0] * 513)
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trees_of_a_graph_are_those_of_its_candidates(cuda, version, shape, tmp_path):
+    """Bit for bit, of each block's own budget and depth, and whatever was drafted before in the same graph."""
+    folder = drafter_folder(tmp_path, BASES[version], SMALL)
+    random = torch.Generator(cuda).manual_seed(1)
+    embed = torch.randn(SMALL.vocab_size, SMALL.hidden_size, generator=random, device=cuda)
+    network = DFlash(folder, configs.read(folder), TargetPart(embed, embed, 0), Solo(), 1024)
+    features = torch.randn(MOST, network.config.features, generator=random, device=cuda)
+    rows = torch.arange(MOST)
+    network.absorb(features, rows.cuda(), rows.cuda())
+    graphs = Graphs(network, partial(frames.draft, network, k=8, shape=shape, nodes=20), features)
+    limits = [(19, 7), (0, 7), (5, 0), (12, 3), (1, 1)]
+    for seed, many in enumerate((5, 3, 5, 1, 4)):
+        starts = torch.randint(MOST, (many,), generator=torch.Generator().manual_seed(seed)).tolist()
+        blocks = [Block(7 + i, rows[:start], *limits[i]) for i, start in enumerate(starts)]
+        candidates = network.forward(network.gather(blocks, power(many), SHORTEST).cuda(), 8)
+        lp, ids = candidates.lp.cpu(), candidates.ids.cpu()
+        want = [
+            grow(shape, proposal, block.root, block.budget, block.depth)
+            for proposal, block in zip(Drafted(lp, ids).proposals(), blocks, strict=False)
+        ]
+        size, fetch = frames.pack(graphs.draft(blocks))
+        got = frames.unpack(size, fetch())
+        assert [tree.tree for tree in got] == [tree.tree for tree in want]
+        assert [list(tree.scores) for tree in got] == [list(tree.scores) for tree in want]

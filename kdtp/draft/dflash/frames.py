@@ -1,7 +1,7 @@
 """What was drafted, on its way from the device that drafted it to the coordinator: in one copy, and as one frame.
 
-Candidates: float32 lp, then int32 ids [B, L, K]. Trees: int32 tokens, int32 parents, float32 scores [B, M] and int32
-counts [B], as in kernels.Trees, one after the other.
+Candidates: float32 lp, then int32 ids [B, L, K]. Trees: int32 [B, 3 M + 1], of each its tokens, parents and scores [M],
+which are float32, and its count, as in kernels.Trees.
 """
 
 from __future__ import annotations
@@ -11,20 +11,32 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kdtp import kernels
-from kdtp.draft.dflash.network import Drafted
-from kdtp.drafting import Root
+from kdtp.draft.dflash.network import HEAD, DFlash, Drafted
 from kdtp.proposals import Conditionals, Grown, Marginals
 from kdtp.types import Tree
 
+Found = Drafted | torch.Tensor  # candidates, or trees as above
 Frame = tuple[tuple[int, ...], Callable[[], bytes]]  # shape, as in drafting.Drafts, and bytes when they have come
 
 
-def pack(drafted: Drafted, roots: Sequence[Root], shape: str) -> Frame:
-    """The candidates, or if a shape is named the tree of each root."""
-    if shape:
-        return _pack_trees(trees(drafted, roots, shape))
-    lp, ids = drafted
-    return tuple(lp.shape), _copied(lp, ids)
+@torch.inference_mode()
+def draft(network: DFlash, asked: torch.Tensor, k: int, shape: str, nodes: int) -> Found:
+    """Candidates of what was gathered, on the network's device; trees of at most so many nodes if a shape is named.
+    Nothing in it waits for the host."""
+    drafted = network.forward(asked, k)
+    if not shape:
+        return drafted
+    roots, limits = asked[:, 0].contiguous(), asked[:, 3:HEAD].int().t().contiguous()
+    made = kernels.tree_build(drafted.lp, drafted.ids, roots, limits[0], limits[1], nodes, shape)
+    return torch.cat([made.tokens.int(), made.parents, made.scores.view(torch.int32), made.counts[:, None]], 1)
+
+
+def pack(found: Found) -> Frame:
+    """What `draft` has found."""
+    if isinstance(found, torch.Tensor):
+        return (len(found), found.shape[1] // 3), _copied(found)
+    lp, ids = found
+    return tuple(lp.shape), _copied(torch.cat([lp.flatten().view(torch.int32), ids.flatten().int()]))
 
 
 def unpack(shape: Sequence[int], frame: bytes) -> Sequence[Marginals | Conditionals | Grown]:
@@ -32,26 +44,10 @@ def unpack(shape: Sequence[int], frame: bytes) -> Sequence[Marginals | Condition
     return _unpack_trees(shape, frame) if len(shape) == 2 else _unpack_candidates(shape, frame).proposals()
 
 
-def trees(drafted: Drafted, roots: Sequence[Root], shape: str) -> kernels.Trees:
-    """Trees of that shape on the device of the candidates, one kernel for all; nothing waits for the host."""
-    budgets = [root.budget for root in roots]
-    asked = torch.tensor([[root.token for root in roots], budgets, [root.depth for root in roots]])
-    if drafted.ids.is_cuda:
-        asked = asked.pin_memory().to(drafted.ids.device, non_blocking=True)
-    limits = asked[1:].int()
-    return kernels.tree_build(drafted.lp, drafted.ids, asked[0], limits[0], limits[1], 1 + max(budgets), shape)
-
-
-def _pack_trees(made: kernels.Trees) -> Frame:
-    return tuple(made.tokens.shape), _copied(made.tokens, made.parents, made.scores, made.counts)
-
-
-def _copied(*tensors: torch.Tensor) -> Callable[[], bytes]:
-    """All of them in one copy from the device, which is under way; what is not float32 as int32."""
-    words = [x.flatten().view(torch.int32) if x.dtype == torch.float32 else x.flatten().int() for x in tensors]
-    found = torch.cat(words)
-    host = torch.empty_like(found, device="cpu", pin_memory=found.is_cuda).copy_(found, non_blocking=True)
-    came = torch.cuda.Event() if found.is_cuda else None  # type: ignore[no-untyped-call]
+def _copied(words: torch.Tensor) -> Callable[[], bytes]:
+    """The copy from the device is under way."""
+    host = torch.empty_like(words, device="cpu", pin_memory=words.is_cuda).copy_(words, non_blocking=True)
+    came = torch.cuda.Event() if words.is_cuda else None  # type: ignore[no-untyped-call]
     if came is not None:
         came.record()
 
@@ -76,16 +72,15 @@ def _unpack_candidates(shape: Sequence[int], frame: bytes) -> Drafted:
 
 def _unpack_trees(shape: Sequence[int], frame: bytes) -> list[Grown]:
     batch, most = shape
-    if not batch * most or len(frame) != 4 * batch * (3 * most + 1):
+    wide = 3 * most + 1
+    if not batch * most or len(frame) != 4 * batch * wide:
         raise ValueError(f"trees of shape {tuple(shape)} in {len(frame)} bytes")
     words = memoryview(frame)
-    size = 4 * batch * most
-    tokens, parents = (words[i * size : (i + 1) * size].cast("i") for i in range(2))
-    scores, counts = words[2 * size : 3 * size].cast("f"), words[3 * size :].cast("i")
-    found = []
-    for first, count in zip(range(0, batch * most, most), counts, strict=True):
+    ints, floats, found = words.cast("i"), words.cast("f"), []
+    for first in range(0, batch * wide, wide):
+        count = ints[first + wide - 1]
         if not 1 <= count <= most:
             raise ValueError(f"a tree of {count} nodes: must be 1..{most}")
-        own = slice(first, first + count)
-        found.append(Grown(Tree(tuple(tokens[own]), tuple(parents[own])), scores[own].tolist()))
+        tokens, parents, scores = (slice(first + i * most, first + i * most + count) for i in range(3))
+        found.append(Grown(Tree(tuple(ints[tokens]), tuple(ints[parents])), floats[scores].tolist()))
     return found

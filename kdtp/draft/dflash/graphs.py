@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kdtp.draft.dflash.frames import Found
 from kdtp.draft.dflash.network import Block, DFlash, Drafted
 from kdtp.log import logger
 from kdtp.types import power
@@ -25,29 +26,32 @@ class _Captured:
     """What a graph reads, what it leaves behind, and the call that it replays."""
 
     buffer: torch.Tensor
-    found: Drafted | None
+    found: Found | None
     graph: torch.cuda.CUDAGraph
-    call: Callable[[], Drafted | None]
+    call: Callable[[], Found | None]
 
 
 class Graphs:
     """Graphs of `network` by shape, captured when first needed or before; all share one pool of memory.
 
-    features: those that are absorbed are read there. What `draft` gives stays until the next call.
+    draft: of what the network has gathered, on its device; features: those that are absorbed are read there. What
+    `draft` gives stays until the next call.
     """
 
-    def __init__(self, network: DFlash, topk: int, features: torch.Tensor) -> None:
-        self._network, self._topk, self._features = network, topk, features
+    def __init__(self, network: DFlash, draft: Callable[[torch.Tensor], Found], features: torch.Tensor) -> None:
+        self._network, self._draft, self._features = network, draft, features
         self._stream = torch.cuda.Stream(network.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, ...], _Captured] = {}
 
     @torch.inference_mode()
-    def draft(self, blocks: Sequence[Block]) -> Drafted:
-        """Candidates for each block."""
+    def draft(self, blocks: Sequence[Block]) -> Found:
+        """What is found for each block."""
         shape = power(len(blocks)), max(SHORTEST, power(self._network.reach(blocks)))
         found = self._replay(shape, self._network.gather(blocks, *shape))
         assert found is not None
+        if isinstance(found, torch.Tensor):
+            return found[: len(blocks)]
         return Drafted(found.lp[: len(blocks)], found.ids[: len(blocks)])
 
     @torch.inference_mode()
@@ -70,7 +74,7 @@ class Graphs:
             self._capture((size,))
             size *= 2
 
-    def _replay(self, shape: tuple[int, ...], values: torch.Tensor) -> Drafted | None:
+    def _replay(self, shape: tuple[int, ...], values: torch.Tensor) -> Found | None:
         if shape not in self._captured:
             self._capture(shape)
         captured = self._captured[shape]
@@ -97,10 +101,10 @@ class Graphs:
         what = f"{shape[0]} sequences, context {shape[1]}" if len(shape) == 2 else f"{shape[0]} rows absorbed"
         logger.info("drafter's graph: %s: %.0f ms", what, 1000 * (time.perf_counter() - began))
 
-    def _drafting(self, seqs: int, width: int) -> tuple[torch.Tensor, Callable[[], Drafted]]:
+    def _drafting(self, seqs: int, width: int) -> tuple[torch.Tensor, Callable[[], Found]]:
         empty = [Block(0, torch.empty(0, dtype=torch.int64))]
         buffer = self._network.gather(empty, seqs, width).to(self._network.device)
-        return buffer, lambda: self._network.forward(buffer, self._topk)
+        return buffer, lambda: self._draft(buffer)
 
     def _absorbing(self, rows: int) -> tuple[torch.Tensor, Callable[[], None]]:
         where = torch.zeros(3, rows, dtype=torch.int64, device=self._network.device)

@@ -22,6 +22,8 @@ from kdtp.proposals import Conditionals, Marginals
 if TYPE_CHECKING:
     from kdtp.model.comm import Comm
 
+HEAD = 5  # columns of what is asked before the context rows
+
 
 @dataclass(frozen=True)
 class TargetPart:
@@ -35,10 +37,12 @@ class TargetPart:
 @dataclass(frozen=True)
 class Block:
     """A block to draft: the newest token, which has no features yet, and the context rows of those before it, int64
-    [start], in order of position."""
+    [start], in order of position. budget, depth: of its tree, if there is to be one, as in drafting.Root."""
 
     root: int
     rows: torch.Tensor
+    budget: int = 0
+    depth: int = 0
 
 
 class Drafted(NamedTuple):
@@ -106,20 +110,21 @@ class DFlash:
         return self.forward(self.gather(blocks).to(self.device), k)
 
     def gather(self, blocks: Sequence[Block], seqs: int = 0, width: int = 0) -> torch.Tensor:
-        """Blocks as one tensor, int64 [B, 3 + N], on the host: root, start, a first position, and the context row of
-        each from there to the start; what is behind has no effect. Rows that no layer sees are left out.
+        """Blocks as one tensor, int64 [B, HEAD + N], on the host: root, start, a first position, budget, depth, and the
+        context row of each position from the first to the start; what is behind has no effect. Rows that no layer sees
+        are left out.
 
         seqs, width: at least so many, with padding.
         """
         wide, many = max(width, self.reach(blocks)), max(seqs, len(blocks))
-        asked = torch.full((many, 3 + wide), self.spare, pin_memory=self.device.type == "cuda")
+        asked = torch.full((many, HEAD + wide), self.spare, pin_memory=self.device.type == "cuda")
         table = asked.numpy()  # an assignment costs a fraction of torch's
-        table[:, :3] = 0
+        table[:, :HEAD] = 0
         for line, block in zip(table, blocks, strict=False):
             rows = block.rows.numpy()
             first = max(0, len(rows) - wide)
-            line[:3] = block.root, len(rows), first
-            line[3 : 3 + len(rows) - first] = rows[first:]
+            line[:HEAD] = block.root, len(rows), first, block.budget, block.depth
+            line[HEAD : HEAD + len(rows) - first] = rows[first:]
         return asked
 
     def reach(self, blocks: Sequence[Block]) -> int:
@@ -146,7 +151,7 @@ class DFlash:
         """Normed outputs of all slots, [B, n, H]."""
         config, n = self.config, self.config.block_size
         roots, starts, firsts = asked[:, :3].unbind(1)
-        table = asked[:, 3:]
+        table = asked[:, HEAD:]
         ids = torch.full((len(roots), n), config.mask_token_id, device=self.device)
         ids[:, 0] = roots
         x = self.comm.all_reduce(kernels.embedding(ids.flatten(), self._target.embed, self._target.first))

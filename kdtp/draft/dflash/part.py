@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ import torch
 from kdtp.config import DrafterConfig
 from kdtp.draft.base import Target
 from kdtp.draft.dflash import config as configs
+from kdtp.draft.dflash import frames
 from kdtp.draft.dflash.backlog import Backlog
-from kdtp.draft.dflash.frames import Frame, pack
+from kdtp.draft.dflash.frames import Found, Frame
 from kdtp.draft.dflash.graphs import MOST_SEQS, Graphs
 from kdtp.draft.dflash.network import Block, DFlash, TargetPart
 from kdtp.drafting import Root, Rows
@@ -33,7 +35,8 @@ class Part:
         folder = Path(config.model)
         network = configs.read(folder, config.amplitude or None, config.window)
         own = TargetPart(target.embed, target.head, target.vocab_start)
-        self._target, self._topk, self._answers = target, config.topk, comm.rank == 0
+        self._target, self._config, self._answers = target, config, comm.rank == 0
+        self._shape = config.grown(target.embed.is_cuda)
         self._network = DFlash(folder, network, own, comm, target.rows)
         self._backlog = Backlog(self._network, network.features, target.embed.dtype)
         self._graphs: Graphs | None = None
@@ -42,7 +45,8 @@ class Part:
 
     def capture(self, seqs: int) -> None:
         """From now on run in CUDA graphs; captured now: for up to `seqs` short texts."""
-        self._graphs = self._backlog.graphs = Graphs(self._network, self._topk, self._backlog.features)
+        usual = partial(self._found, shape=self._shape, nodes=1 + self._config.budget)
+        self._graphs = self._backlog.graphs = Graphs(self._network, usual, self._backlog.features)
         self._graphs.capture_usual(seqs)
 
     def keep(self, kept: Sequence[Rows]) -> None:
@@ -63,12 +67,16 @@ class Part:
         """What the message Drafts says of each, on the rank that answers."""
         self._backlog.flush()
         self._drafted = True
-        blocks = [Block(root.token, self._line(root)) for root in roots]
-        if self._graphs is not None and len(blocks) <= MOST_SEQS:
-            drafted = self._graphs.draft(blocks)
+        blocks = [Block(root.token, self._line(root), root.budget, root.depth) for root in roots]
+        if self._graphs is not None and len(blocks) <= MOST_SEQS and shape == self._shape:
+            found = self._graphs.draft(blocks)
         else:
-            drafted = self._network.draft(blocks, self._topk)
-        return pack(drafted, roots, shape) if self._answers else None
+            asked = self._network.gather(blocks).to(self._network.device, non_blocking=True)
+            found = self._found(asked, shape, 1 + max(root.budget for root in roots))
+        return frames.pack(found) if self._answers else None
+
+    def _found(self, asked: torch.Tensor, shape: str, nodes: int) -> Found:
+        return frames.draft(self._network, asked, self._config.topk, shape, nodes)
 
     def _line(self, root: Root) -> torch.Tensor:
         """The context row of each row before the root."""
