@@ -54,6 +54,11 @@ _DRAFTER = {
     "window": ("drafter-window", "dflash: how many tokens back it sees (0: as its file says)"),
     "amplitude": ("drafter-amplitude", "dflash: of its rotary embedding, unless its file says one (0: by its YaRN)"),
 }
+_ONLY = {  # settings of one kind of drafter
+    **dict.fromkeys(("hit", "rank", "seed"), "oracle"),
+    **dict.fromkeys(("placement", "trees", "window", "amplitude"), "dflash"),
+    "ngram_max": "ngram",
+}
 _SAMPLING = (
     ("temperature", float, "0: greedy"),
     ("top-p", float, "keep the most likely ids up to this probability"),
@@ -162,7 +167,19 @@ def engine_config(chosen: argparse.Namespace) -> EngineConfig:
             origins["drafter" if name == "name" else dest] = f"--{_DRAFTER[name][0]}"
     if "model" not in values:
         raise ConfigError("model: is missing; give --model PATH")
-    return build(EngineConfig, {**values, "drafter": drafter}, source, origins)
+    if path is None:
+        origins["drafter.model"] = "--drafter-model"  # also where it is missing
+    config = build(EngineConfig, {**values, "drafter": drafter}, source, origins)
+    _refuse_useless(chosen, config.drafter.name)
+    return config
+
+
+def _refuse_useless(chosen: argparse.Namespace, drafter: str) -> None:
+    """ConfigError for a flag, not a file's setting, that another drafter has."""
+    for name, kind in _ONLY.items():
+        if kind not in drafter and hasattr(chosen, f"drafter.{name}"):
+            flag = _DRAFTER[name][0]
+            raise ConfigError(f"--{flag}: has no effect with the drafter {drafter}; is for {kind}", f"drafter.{name}")
 
 
 def _file(path: Path) -> dict[str, Any]:

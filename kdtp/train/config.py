@@ -59,7 +59,7 @@ class DrafterTrain(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prompt >= self.seq:
-            raise ConfigError(f"train.prompt = {self.prompt}: must be below seq, {self.seq}", "prompt")
+            raise ConfigError(f"train.seq = {self.seq}: must be above prompt, {self.prompt}", "train.seq")
         if not self.temperatures:
             raise ConfigError("train.temperatures: must not be empty", "temperatures")
         for temperature in self.temperatures:
@@ -71,11 +71,13 @@ T = TypeVar("T", bound=TrainConfig)
 
 
 def read(path: Path, kind: type[T], changes: dict[str, Any]) -> tuple[dict[str, Any], T]:
-    """A recipe's config.json and its training, with `changes` to the latter. ConfigError names file and key."""
+    """A recipe's config.json and its training, with `changes` of the command line to the latter. ConfigError names file
+    or flag, and key."""
     recipe = load_json(path)
     if recipe.keys() != {"model", "train"} or not all(isinstance(part, dict) for part in recipe.values()):
         raise ConfigError(f"{path}: must be an object of two, model and train")
-    return recipe["model"], build(kind, recipe["train"] | changes, f"{path}: train")
+    flags = {f"train.{name}": f"--{name.replace('_', '-')}" for name in changes}
+    return recipe["model"], build(kind, recipe["train"] | changes, f"{path}: train", flags)
 
 
 def digest(*parts: Any) -> str:

@@ -58,10 +58,14 @@ def read(root: Path | None = None) -> Corpus:
     if not root.is_dir():
         raise ConfigError(f"{root}: must be a folder, of Python source")
     corpus = Corpus(root, tuple(_documents(root)))
+    held_out, modules = (len({document.module for document in part}) for part in (corpus.held_out, corpus.documents))
     for part, documents in (("train on", corpus.train), ("hold out", corpus.held_out)):
         size = sum(len(document.text) for document in documents)
         if size < _LEAST:
-            raise ConfigError(f"{root}: {size} characters of Python source to {part}: must be at least {_LEAST}")
+            raise ConfigError(
+                f"{root}: {size} characters of Python source to {part}: must be at least {_LEAST}; {held_out} of"
+                f" {modules} modules are held out, by a hash of their names"
+            )
     return corpus
 
 

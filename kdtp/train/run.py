@@ -107,7 +107,7 @@ def drafter(options: Options, target_folder: Path) -> None:
     _check_places(train, network.block_size, model.config.max_position_embeddings)
     torch.manual_seed(options.seed)
     trained = Drafter(network).to(device)
-    key = [values, _digest(_all(model))]
+    key = [values, *_identity(model)]
     with _place(options), Screen(f"drafter v{network.version}") as screen:
         samples, held_out = _samples(options, train, model, tokens, screen)
         job = DrafterJob(trained, model, train, samples, held_out)
@@ -155,6 +155,8 @@ def _device(name: str) -> torch.device:
 def _tokenizer(out: Path, text: corpus.Corpus, vocab_size: int, screen: Screen) -> Tokenizer:
     """The one in `out`, trained first if there is none."""
     if not (out / "tokenizer_config.json").exists():  # written last
+        if (checkpoint := out / "training" / state.CHECKPOINT).exists():
+            raise state.another(checkpoint)  # a drafter's
         screen.say(f"training a tokenizer of {vocab_size} tokens")
         bpe.train(out, [document.text for document in text.train], vocab_size)
     return tokenizers.load(out, vocab_size)
@@ -168,19 +170,20 @@ def _samples(
     text = corpus.read(options.corpus)
     begin = tokens.controls[bpe.BEGIN]
     key = {"seq": train.seq, "prompt": train.prompt, "samples": train.samples, "temperatures": train.temperatures}
-    name = config.digest(key, options.seed, _digest(_all(model)))
+    name = config.digest(key, options.seed, *_identity(model))
     if not path.exists() or name not in safetensors.File(path).tensors:
-        if path.exists() and (checkpoint := options.training / state.CHECKPOINT).exists():
+        if (checkpoint := options.training / state.CHECKPOINT).exists():
             raise state.another(checkpoint)  # before hours are spent, and its texts lost
-        screen.say(f"the target writes {train.samples:,} texts of {train.seq} tokens")
+        screen.say(f"the target writes {train.samples:,} texts of {train.seq} tokens, and {_HELD_OUT} to measure with")
         parts = ((text.train, train.samples, options.seed), (text.held_out, _HELD_OUT, options.seed + 1))
-        made = []
+        made, total = [], (train.samples + _HELD_OUT) * (train.seq - train.prompt)
         for documents, count, seed in parts:
             ids = corpus.encode(documents, tokens)
             draw = torch.Generator().manual_seed(seed)
             prompts, _ = Text(ids, begin, device).drawn(count, train.prompt, draw)
             heat = torch.tensor(train.temperatures).repeat(count)[:count]
-            made.append(continuations(model, prompts, train.seq, heat, seed).cpu().numpy())
+            texts = continuations(model, prompts, train.seq, heat, seed, lambda n: screen.advance(n / total))
+            made.append(texts.cpu().numpy())
         stored = np.concatenate(made).astype(np.uint16)
         safetensors.write(path, {name: ("U16", stored)})
     file = safetensors.File(path)
@@ -229,9 +232,10 @@ def _named(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
 
 
-def _all(model: Target) -> NDArray[np.float32]:
-    """All weights in a row."""
-    return np.concatenate([value.float().cpu().numpy().reshape(-1) for value in model.state_dict().values()])
+def _identity(model: Target) -> tuple[dict[str, Any], str]:
+    """What a target is: its configuration and its weights."""
+    weights = [value.float().cpu().numpy().reshape(-1) for value in model.state_dict().values()]
+    return dataclasses.asdict(model.config), _digest(np.concatenate(weights))
 
 
 def _digest(values: NDArray[Any]) -> str:

@@ -35,6 +35,10 @@ class Screen:
         """A line of its own."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def advance(self, part: float) -> None:
+        """Move the bar by a part of what comes before the training."""
+        self._bar.advance(self._task, part)
+
     def show(self, step: int, part: float, loss: float, seconds: float, tokens: int) -> None:
         """Move the bar. tokens: per step."""
         if self._since is not None and seconds > self._since[1]:

@@ -188,6 +188,9 @@ def test_bfloat16_runs_and_tree_equals_plain(capsys):
         (["--oracle-rank", 99], ["--oracle-rank: drafter.rank = 99: must be 1..topk (16)"]),
         (["--oracle-hit", "0.5,2"], ["--oracle-hit: drafter.hit = (0.5, 2.0)", "probabilities 0..1"]),
         (["--drafter-seed", 2**63], ["--drafter-seed: drafter.seed = "]),
+        (["--drafter", "dflash"], ["--drafter-model: drafter.model = '': must be a folder with dflash"]),
+        (["--drafter", "ngram", "--drafter-window", 5], ["--drafter-window: has no effect with the drafter ngram;"]),
+        (["--oracle-hit", 1], ["--oracle-hit: has no effect with the drafter none; is for oracle"]),
         (["--drafter", "magic"], ["--drafter: drafter = 'magic': must be one of none, oracle, ngram"]),
         (["--max-queue", 0], ["--max-queue: max_queue = 0: must be 1..1048576"]),
         (["--step-timeout", "nan"], ["--step-timeout: step_timeout = nan"]),
@@ -230,6 +233,9 @@ def test_settings_from_a_file(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["tokens_per_round"] == 4.0
     assert main(["generate", "--config", str(settings), "--block", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens_per_round"] == 8.0
+    settings.write_text(settings.read_text() + "hit = [0.5]\n")  # is no use to another drafter, and no mistake either
+    assert main(["generate", "--config", str(settings), "--drafter", "none", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens_per_round"] == 1.0
     settings.write_text(f'model = "{TINY}"\n[drafter]\nnmae = "oracle"\n')
     assert main(["generate", "--config", str(settings)]) == 2
     assert "s.toml: drafter: unknown key 'nmae'" in capsys.readouterr().err

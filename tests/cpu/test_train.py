@@ -219,6 +219,10 @@ def test_a_folder_that_is_not_for_this_run(target: Path, place: Path, capsys: py
     assert f"--out = {other}: has a model.safetensors, of no run to go on with" in capsys.readouterr().err
     assert cases.train("drafter", target, *drafter_flags(place, target, 1)) == 2
     assert f"--out = {target}: is the target's folder: must be another" in capsys.readouterr().err
+    copied = shutil.copytree(target, place / "copied")
+    assert cases.train("drafter", copied, *drafter_flags(place, target, 1)) == 2
+    assert "is of a run with another recipe" in capsys.readouterr().err
+    assert not (copied / "training" / "samples.safetensors").exists()  # before hours are spent on them
     with state.alone(target / "training"):
         assert cases.train("target", target, *flags(place)) == 2
     assert "another process is training here" in capsys.readouterr().err
@@ -271,15 +275,24 @@ def test_a_drafters_run_goes_on_to_the_same_end(
             cases.train("drafter", out, *given)
     texts = samples.read_bytes()
     assert cases.train("drafter", out, *given, "--seed", "1") == 2  # and the texts of the run there are not lost
+    changed = shutil.copytree(target, place / "changed", ignore=shutil.ignore_patterns("training"))
+    settings = (changed / "config.json").read_text()
+    (changed / "config.json").write_text(settings.replace('"rope_theta": 10000.0', '"rope_theta": 9999.0'))
+    other = [*drafter_flags(place, changed, 2), "--checkpoint-every", "10"]
+    assert cases.train("drafter", out, *other) == 2  # nor for a target of the same weights
     assert samples.read_bytes() == texts
+    assert cases.train("target", out, *flags(place)) == 2
+    assert not (out / "tokenizer.json").exists()
     assert cases.train("drafter", out, *given) == 0
     assert cases.losses(out) == cases.losses(drafters[2]) and max(cases.losses(out)) == 20
     assert (out / "model.safetensors").read_bytes() == (drafters[2] / "model.safetensors").read_bytes()
 
 
 def test_bad_input_is_refused_before_training(place: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty = place / "empty"
+    empty, few = place / "empty", place / "few"
     empty.mkdir()
+    few.mkdir()
+    (few / "bisect.py").write_text("name = other\n" * 100)
     wrong = cases.write_recipe(
         place / "wrong.json", {"model": cases.MODEL | {"n_group": 2}, "train": cases.TARGET["train"]}
     )
@@ -287,13 +300,17 @@ def test_bad_input_is_refused_before_training(place: Path, target: Path, capsys:
     many = cases.write_recipe(place / "many.json", {**cases.TARGET, "model": cases.MODEL | {"vocab_size": 65537}})
     for given, said in (
         (["--corpus", empty], "0 characters of Python source to train on: must be at least 1000"),
+        (
+            ["--corpus", few],
+            "to hold out: must be at least 1000; 0 of 1 modules are held out, by a hash of their names",
+        ),
         (["--corpus", empty / "none"], "empty/none: must be a folder, of Python source"),
         (["--recipe", wrong], "n_group = 2: a model to train has"),
         (["--recipe", odd], "batsh"),
         (["--recipe", many], "model: vocab_size = 65537: must be 260..65536, to train a tokenizer for it"),
         (["--recipe", empty / "none.json"], "none.json: no such file"),
         (["--seq", "97"], "train.seq = 97: must be at most max_position_embeddings, 96"),
-        (["--batch", "0"], "train.batch = 0: must be 1.."),
+        (["--batch", "0"], "kdtp train: --batch: train.batch = 0: must be 1.."),
         (["--minutes", "-1"], "--minutes = -1.0: must be at least 0"),
         (["--checkpoint-every", "0"], "--checkpoint-every = 0: must be at least 1"),
         (["--seed", "-1"], "--seed = -1: must be 0.."),

@@ -185,7 +185,7 @@ def test_a_recipe_says_what_is_wrong_with_it(tmp_path: Path) -> None:
         config.read(path, TargetTrain, {})
     train = train_cases.DRAFTERS[1]["train"]
     path.write_text(json.dumps({"model": {}, "train": {**train, "prompt": 48}}))
-    with pytest.raises(ConfigError, match=r"train.prompt = 48: must be below seq, 48"):
+    with pytest.raises(ConfigError, match=r"recipe.json: train: train.seq = 48: must be above prompt, 48"):
         config.read(path, DrafterTrain, {})
     values = train_cases.DRAFTERS[1]["model"] | {"output_multiplier": 2.0}
     with pytest.raises(ConfigError, match=r"output_multiplier = 2.0: must be 1.0 in a drafter to be trained"):
