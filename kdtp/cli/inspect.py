@@ -1,4 +1,4 @@
-"""`kdtp inspect`: what is in a KDTR file and whether it is whole, or what a published folder is and takes."""
+"""`kdtp inspect`: what is in a KDTR file and whether it is whole, or what a published folder is and takes or fits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kdtp.cli import inspect_folder
+from kdtp import pair
+from kdtp.cli import inspect_drafter, inspect_folder
 from kdtp.cli.tables import printable, table
 from kdtp.config import ConfigError, ModelConfig
+from kdtp.draft.dflash import config as dflash
 from kdtp.model.weights.kdtr import KdtrError, Reader
 from kdtp.model.weights.safetensors import CheckpointError
 
@@ -22,7 +24,9 @@ _WIDEST_VALUE = 100  # characters of a metadata value in the plain form; --json 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    parser.add_argument("file", type=Path, help="a KDTR file, or a model folder as published")
+    parser.add_argument(
+        "file", type=Path, help="a KDTR file, a folder as published of a model or of a DFlash drafter, or pair"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     inspect_folder.add_flags(parser)
 
@@ -30,14 +34,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Print the file. A damaged one is code 1 and one line on stderr; its table is printed if that much is sound."""
     try:
-        if chosen.file.is_dir():
-            return inspect_folder.run(chosen)
+        path = pair.TARGET if str(chosen.file) == pair.NAME else chosen.file
+        if path.is_dir():
+            drafter = dflash.is_one(path)
+            return inspect_drafter.run(chosen, path) if drafter else inspect_folder.run(chosen, path)
         inspect_folder.refuse_flags(chosen)
-        with Reader(chosen.file) as reader:
+        with Reader(path) as reader:
             faults = _faults(reader)
             report = _report(reader, faults)
-    except (KdtrError, CheckpointError, ConfigError, OSError) as error:
+    except (KdtrError, CheckpointError, ConfigError) as error:
         return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename or chosen.file}: {(error.strerror or str(error)).lower()}")
     print(json.dumps(report, indent=1, allow_nan=False) if chosen.json else "\n".join(_lines(report)))
     return _refuse(next(iter(faults.values()))) if faults else 0
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from kdtp.cli.tables import printable, table
@@ -36,12 +37,12 @@ def refuse_flags(chosen: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: goes with a model folder, and {chosen.file} is none")
 
 
-def run(chosen: argparse.Namespace) -> int:
+def run(chosen: argparse.Namespace, path: Path) -> int:
     """Print the folder's report. ConfigError or CheckpointError if it cannot be loaded."""
     memory = chosen.gpu_memory
     if memory is not None and not 0 < memory < 1e6:
         raise ConfigError(f"--gpu-memory = {memory:g}: must be the GB of one GPU, such as 141")
-    with Checkpoint(chosen.file) as checkpoint:
+    with Checkpoint(path) as checkpoint:
         found = report(checkpoint, chosen.tp, chosen.device or "cuda", chosen.dtype or "bfloat16", memory)
     print(json.dumps(found, indent=1) if chosen.json else "\n".join(_lines(found)))
     return 0

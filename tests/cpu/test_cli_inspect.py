@@ -129,4 +129,4 @@ def test_absurd_model_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureF
 def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path / "none") == 1
     shown = capsys.readouterr()
-    assert "No such file" in shown.err and shown.err.count("\n") == 1
+    assert f"kdtp inspect: {tmp_path}/none: no such file" in shown.err and shown.err.count("\n") == 1

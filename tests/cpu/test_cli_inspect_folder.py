@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kdtp import pair
 from kdtp.__main__ import main
 from kdtp.model.weights.hf import Checkpoint
 from kdtp.model.weights.hf_sizes import weight_bytes
@@ -100,3 +101,33 @@ def test_a_damaged_folder_is_one_line(tmp_path, capsys):
     assert run(path) == 1
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.endswith("model-00002-of-000002.safetensors: no such file or directory\n")
+
+
+def test_a_drafter(capsys):
+    assert run(pair.DRAFTER) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{pair.DRAFTER}: DFlash 2, 4.96 MB"
+    for line in (
+        "  layers      3, which see all of the text",
+        "  block       8: the newest token, and 7 that it drafts",
+        "  legal --tp  1 2 4",
+        "  layers       6; it reads behind 1, 3, 4",
+    ):
+        assert line in lines
+    assert run(pair.DRAFTER, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] * 2 == found["bytes"] and found["target"]["vocab_size"] == 3072
+    assert run(pair.DRAFTER, "--tp", "2") == 1
+    assert "--tp: goes with a model folder" in capsys.readouterr().err
+
+
+def test_a_drafter_that_is_refused(tmp_path, capsys):
+    settings = json.loads((pair.DRAFTER / "config.json").read_text()) | {"dflash_config": {}, "magic": 1}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert run(tmp_path) == 1
+    assert "config.json: unknown key 'magic'" in capsys.readouterr().err
+
+
+def test_the_target_that_ships(capsys):
+    assert run(Path("pair"), "--json", "--device", "cpu") == 0
+    assert json.loads(capsys.readouterr().out)["folder"] == str(pair.TARGET)

@@ -170,6 +170,12 @@ class DFlashConfig:
         return [n for n in range(1, width + 1) if width % n == 0]
 
 
+def is_one(folder: Path) -> bool:
+    """Whether a folder says that it is a DFlash drafter, sound or not. ConfigError if it has no config.json to read."""
+    values = load_json(folder / CONFIG)
+    return _NESTED in values or any(name in str(values.get("architectures")) for name in (_V1, _V2))
+
+
 def read(folder: Path, amplitude: float | None = None, window: int = 0) -> DFlashConfig:
     """The configuration of a drafter's folder. ConfigError names file, key, value and what is legal.
 
