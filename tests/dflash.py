@@ -17,6 +17,7 @@ from kdtp.engine.coordinator import Coordinator
 from kdtp.engine.plan import plan
 from kdtp.engine.request import Request
 from kdtp.engine.widths import Widths
+from kdtp.model.weights import safetensors
 from kdtp.proposals import Grown, Proposal
 from kdtp.spec.tree import grow
 from kdtp.types import SamplingParams
@@ -38,6 +39,17 @@ def drafter_folder(folder: Path, base: dict[str, Any], model: ModelConfig) -> Pa
     rng = np.random.default_rng(0)
     table = shapes(config, False, len(layers), model.vocab_size)
     return write_folder(folder, values, {name: draw(rng, name, shape) for name, shape in table.items()})
+
+
+def spoilt(folder: Path, name: str) -> str:
+    """Make the last row of a drafter's float32 matrix hold a NaN; how it is refused."""
+    path = folder / "model.safetensors"
+    file = safetensors.File(path)
+    tensors = {key: (stored.dtype, file.read(key)) for key, stored in file.tensors.items()}
+    file.close()
+    tensors[name][1][-1, 3] = np.nan
+    safetensors.write(path, tensors)
+    return f"{path}: tensor '{name}': values: want finite numbers, found nan (1 such, in float32)"
 
 
 def settings(folder: Path, **changes: Any) -> DrafterConfig:

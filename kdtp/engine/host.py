@@ -90,12 +90,12 @@ class Host:
             logger.info("ending: %s", self._stop)
             self._end("shutdown", f"the engine was told to end ({self._stop})")
             return 0
-        except EngineFault as error:
-            logger.error("engine fault: %s", error)
-            self._end("engine", str(error))
-        except Exception as error:  # a bug of ours: the clients must still be told
-            logger.exception("the coordinator failed")
-            self._end("engine", f"the coordinator failed: {type(error).__name__}: {error}")
+        except Exception as error:
+            # What the user gave may be unsound; all else is a bug of ours, and the clients must still be told.
+            known = isinstance(error, EngineFault) or (self._state == "loading" and isinstance(error, ValueError))
+            text = str(error) if known else f"the coordinator failed: {type(error).__name__}: {error}"
+            logger.error("engine fault: %s", text, exc_info=not known)
+            self._end("engine", text)
         return EXIT_FAULT
 
     def _turn(self) -> None:

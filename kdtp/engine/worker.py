@@ -94,6 +94,11 @@ class Worker:
                 self._shutdown(message.reason)
 
     @property
+    def loaded(self) -> bool:
+        """Whether the model is there, and what drafts for it."""
+        return self._chooser is not None
+
+    @property
     def shard(self) -> Shard:
         """The loaded shard."""
         assert self._shard is not None, "a step before the model was loaded"
@@ -225,7 +230,8 @@ def run(folder: Path, rank: int, size: int) -> int:
         logger.error("%s", error)
         code = 1
     except Exception as error:
-        logger.exception("rank %d cannot go on", rank)
+        unsound = isinstance(error, ValueError) and not worker.loaded  # what the user gave, and it says what
+        logger.error("rank %d cannot go on: %s", rank, error, exc_info=not unsound)
         end.emit(worker.fault(error), None)
         code = 1
     else:

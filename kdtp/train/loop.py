@@ -7,6 +7,7 @@ was not interrupted.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -208,6 +209,7 @@ class Loop:
         def notice(number: int, frame: FrameType | None) -> None:
             self._stop = True
             signal.signal(number, before[signal.Signals(number)])
+            os.write(2, b"\nending after this step; the same again ends at once\n")  # print may be what it interrupts
 
         numbers = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, notice) for number in numbers}

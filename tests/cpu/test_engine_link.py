@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from unittest.mock import Mock
@@ -24,7 +25,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from kdtp.config import EngineConfig
+from kdtp.config import DrafterConfig, EngineConfig
 from kdtp.engine import child as children
 from kdtp.engine import lane, rankend, rundir
 from kdtp.engine.child import Child
@@ -61,6 +62,8 @@ from kdtp.types import Grammar, Rule, SamplingParams
 from kdtp.version import __version__
 from kdtp.watch import Round
 from tests import processes
+from tests.dflash import drafter_folder, spoilt
+from tests.dflash_cases import V1
 from tests.paths import TINY
 from tests.processes import collect
 
@@ -704,6 +707,23 @@ def test_an_engine_that_breaks_says_what_it_has_counted(folder):
         assert "kdtp:desync_failures_total 2" in lines
         (age,) = (line.split()[1] for line in lines if line.startswith('kdtp:worker_last_step_age_seconds{rank="0"}'))
         assert 100 <= float(age) < 110
+
+
+def test_what_a_coordinator_cannot_load_is_said_as_it_is(folder, tmp_path, caplog):
+    checked = plan(EngineConfig(str(TINY), threads=1))
+    drafter = drafter_folder(tmp_path, V1, checked.model)
+    said = spoilt(drafter, "layers.1.mlp.up_proj.weight")
+    config = DrafterConfig("dflash", model=str(drafter), placement="coordinator")
+    host = Host(plan(replace(checked.config, drafter=config)), folder)
+    running = threading.Thread(target=host.run)
+    client = Client(rundir.endpoint(folder, "rpc"))
+    until(lambda: host._rpc.socket.poll(0), 20)  # its question; the answer comes with the end
+    running.start()
+    with pytest.raises(EngineDead) as caught:
+        until(lambda: client.status().state == "ready", 20)
+    assert str(caught.value) == said and not any(record.exc_info for record in caplog.records)
+    client.close()
+    running.join(20)
 
 
 # ---------------------------------------------------------------- run folder

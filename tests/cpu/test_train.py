@@ -194,13 +194,14 @@ def test_a_signal_leaves_a_checkpoint(
     place: Path,
     number: signal.Signals,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     out = place / number.name
     with monkeypatch.context() as patch:
         _at_step(patch, TargetJob, 5, lambda: os.kill(os.getpid(), number))
         assert cases.train("target", out, *flags(place)) == 130
-    assert "stopped after step 5" in capsys.readouterr().err
+    error = capfd.readouterr().err
+    assert "ending after this step" in error and "stopped after step 5" in error
     assert cases.train("target", out, *flags(place)) == 0
     assert cases.losses(out) == cases.losses(target)
 
