@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kdtp.text.tokenizer import Tokenizer
 
 EXIT_PARTED = 1  # a text was another one than plain decoding's
+EXIT_INPUT = 2
 EXIT_ENGINE = 70
 EXIT_INTERRUPTED = 130
 _RANKS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 64))  # columns of the table: from, to
@@ -86,9 +87,9 @@ def _temperatures(text: str) -> list[float]:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Measure one way after another; 1 if a text is not plain decoding's, 70 if the engine dies, 130 if interrupted.
+    """Measure one way after another; 1 if a text is not plain decoding's.
 
-    What is measured until then is shown.
+    What was measured before an unsound drafter (2), the engine's death (70) or an interruption (130) is shown.
     """
     from kdtp.bench import accept
     from kdtp.engine.plan import plan
@@ -133,9 +134,9 @@ def _measure(bench: Bench, ways: Sequence[Way], names: Sequence[str], found: lis
                 found.append(point.figures())
                 for i in point.parted:
                     print(f"NOT EQUAL: {_named(found[-1])}, prompt {i} ({names[i]})", file=sys.stderr)
-    except EngineDead as error:
+    except (EngineDead, ValueError) as error:  # of a drafter's weights, say, which nobody has read before
         print(f"kdtp bench: {error}", file=sys.stderr)
-        return EXIT_ENGINE
+        return EXIT_ENGINE if isinstance(error, EngineDead) else EXIT_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -161,14 +161,19 @@ def dies():
     raise EngineDead("rank 1 ended")
 
 
+def refused():
+    raise ConfigError("a.safetensors: tensor 'x'")
+
+
 @pytest.mark.parametrize(
     ("end", "code", "words"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted"),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), 130, "interrupted"),
         (dies, 70, "kdtp bench: rank 1 ended"),
+        (refused, 2, "kdtp bench: a.safetensors: tensor 'x'"),
     ],
-    ids=["Ctrl-C", "SIGTERM", "a dead engine"],
+    ids=["Ctrl-C", "SIGTERM", "a dead engine", "an unsound drafter"],
 )
 def test_what_was_measured_before_an_end_is_shown(end, code, words, corpus, tmp_path, capsys, monkeypatch):
     measure, left, picture = accept.Bench._measure, [4], tmp_path / "accept.png"
