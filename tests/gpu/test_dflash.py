@@ -235,7 +235,7 @@ def test_trees_of_a_graph_are_those_of_its_candidates(cuda, version, shape, tmp_
     folder = drafter_folder(tmp_path, BASES[version], SMALL)
     random = torch.Generator(cuda).manual_seed(1)
     embed = torch.randn(SMALL.vocab_size, SMALL.hidden_size, generator=random, device=cuda)
-    network = DFlash(folder, configs.read(folder), TargetPart(embed, embed, 0), Solo(), 1024)
+    network = DFlash(folder, configs.read(folder), TargetPart(embed, embed.t(), 0), Solo(), 1024)
     features = torch.randn(MOST, network.config.features, generator=random, device=cuda)
     rows = torch.arange(MOST)
     network.absorb(features, rows.cuda(), rows.cuda())
