@@ -697,7 +697,7 @@ def test_an_engine_that_breaks_says_what_it_has_counted(folder):
         assert 0 <= client.latest.step_ages[0] < 5 and client.latest.counters["desync_failures"] == 0
         host._fleet.desync_failures = 1
         host._fleet.forward = Mock(side_effect=EngineFault("ranks parted"))  # a ping comes
-        until(lambda: client.poll((), 0.1) or client.latest.counters["desync_failures"])
+        until(lambda: client.poll((), 0.1) or client.latest.fault)
         with pytest.raises(EngineDead, match=r"^ranks parted$"):  # also for who asked for nothing, and after its end
             client.status()
         metrics = Metrics()
@@ -822,7 +822,7 @@ forked = os.fork()
 if not forked:
     child.end()
     child.tidy()
-print(forked, child._process.pid, child.address, flush=True)
+os.write(1, f"{{forked}} {{child._process.pid}} {{child.address}}\\n".encode())  # both write
 time.sleep(60)
 """
     with processes.start([sys.executable, "-c", code], tmp_path / "log") as owner:
