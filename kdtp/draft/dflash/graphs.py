@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kdtp.draft.dflash.frames import Found
-from kdtp.draft.dflash.network import Block, DFlash, Drafted
+from kdtp.draft.dflash.frames import Found, first
+from kdtp.draft.dflash.network import Block, DFlash
 from kdtp.log import logger
 from kdtp.types import power
 
@@ -47,12 +47,14 @@ class Graphs:
     @torch.inference_mode()
     def draft(self, blocks: Sequence[Block]) -> Found:
         """What is found for each block."""
-        shape = power(len(blocks)), max(SHORTEST, power(self._network.reach(blocks)))
+        shape = self.shape(blocks)
         found = self._replay(shape, self._network.gather(blocks, *shape))
         assert found is not None
-        if isinstance(found, torch.Tensor):
-            return found[: len(blocks)]
-        return Drafted(found.lp[: len(blocks)], found.ids[: len(blocks)])
+        return first(found, len(blocks))
+
+    def shape(self, blocks: Sequence[Block]) -> tuple[int, int]:
+        """Sequences and context rows of the graph for these."""
+        return power(len(blocks)), max(SHORTEST, power(self._network.reach(blocks)))
 
     @torch.inference_mode()
     def absorb(self, taken: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> bool:

@@ -14,7 +14,7 @@ from kdtp.draft.base import Target
 from kdtp.draft.dflash import config as configs
 from kdtp.draft.dflash import frames
 from kdtp.draft.dflash.backlog import Backlog
-from kdtp.draft.dflash.frames import Found, Frame
+from kdtp.draft.dflash.frames import Frame
 from kdtp.draft.dflash.graphs import MOST_SEQS, Graphs
 from kdtp.draft.dflash.network import Block, DFlash, TargetPart
 from kdtp.drafting import Root, Rows
@@ -45,7 +45,9 @@ class Part:
 
     def capture(self, seqs: int) -> None:
         """From now on run in CUDA graphs; captured now: for up to `seqs` short texts."""
-        usual = partial(self._found, shape=self._shape, nodes=1 + self._config.budget)
+        # Of the network alone: graphs that are part of a cycle are freed late, maybe while others are captured.
+        topk, nodes = self._config.topk, 1 + self._config.budget
+        usual = partial(frames.draft, self._network, k=topk, shape=self._shape, nodes=nodes)
         self._graphs = self._backlog.graphs = Graphs(self._network, usual, self._backlog.features)
         self._graphs.capture_usual(seqs)
 
@@ -68,15 +70,15 @@ class Part:
         self._backlog.flush()
         self._drafted = True
         blocks = [Block(root.token, self._line(root), root.budget, root.depth) for root in roots]
-        if self._graphs is not None and len(blocks) <= MOST_SEQS and shape == self._shape:
-            found = self._graphs.draft(blocks)
-        else:
-            asked = self._network.gather(blocks).to(self._network.device, non_blocking=True)
-            found = self._found(asked, shape, 1 + max(root.budget for root in roots))
+        graphs = self._graphs if len(blocks) <= MOST_SEQS else None
+        if graphs is not None and shape == self._shape:
+            found = graphs.draft(blocks)
+        else:  # padded as for a graph, so that candidates are those of its trees, bit for bit
+            padding = graphs.shape(blocks) if graphs is not None else ()
+            asked = self._network.gather(blocks, *padding).to(self._network.device, non_blocking=True)
+            nodes = 1 + max(root.budget for root in roots)
+            found = frames.first(frames.draft(self._network, asked, self._config.topk, shape, nodes), len(blocks))
         return frames.pack(found) if self._answers else None
-
-    def _found(self, asked: torch.Tensor, shape: str, nodes: int) -> Found:
-        return frames.draft(self._network, asked, self._config.topk, shape, nodes)
 
     def _line(self, root: Root) -> torch.Tensor:
         """The context row of each row before the root."""
