@@ -45,10 +45,14 @@ class Screen:
             speed = (step - self._since[0]) * tokens / (seconds - self._since[1])
             self._speed = speed if not self._speed else 0.9 * self._speed + 0.1 * speed
         self._since = step, seconds
-        text = f"step {step}  loss {loss:.3f}  {self._speed:,.0f} tokens/s"
+        text = "  ".join((f"step {step}  loss {loss:.3f}", *self._rate()))
         self._bar.update(self._task, completed=min(part, 1.0), text=text)
 
     def held_out(self, step: int, figures: dict[str, float]) -> None:
         """A look at held-out text."""
         said = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-        self.say(f"step {step}: held-out {said}  ({self._speed:,.0f} tokens/s)")
+        self.say("  ".join((f"step {step}: held-out {said}", *self._rate())))
+
+    def _rate(self) -> tuple[str, ...]:
+        """Not known before the second look."""
+        return (f"{self._speed:,.0f} tokens/s",) if self._speed else ()
