@@ -35,8 +35,8 @@ class Part:
         folder = Path(config.model)
         network = configs.read(folder, config.amplitude or None, config.window)
         own = TargetPart(target.embed, target.head, target.vocab_start)
-        self._target, self._config, self._answers = target, config, comm.rank == 0
-        self._shape = config.grown(target.embed.is_cuda)
+        self._target, self._topk, self._answers = target, config.topk, comm.rank == 0
+        self._usual = config.grown(target.embed.is_cuda), 1 + config.budget  # shape and nodes of trees
         self._network = DFlash(folder, network, own, comm, target.rows)
         self._backlog = Backlog(self._network, network.features, target.embed.dtype)
         self._graphs: Graphs | None = None
@@ -46,8 +46,8 @@ class Part:
     def capture(self, seqs: int) -> None:
         """From now on run in CUDA graphs; captured now: for up to `seqs` short texts."""
         # Of the network alone: graphs that are part of a cycle are freed late, maybe while others are captured.
-        topk, nodes = self._config.topk, 1 + self._config.budget
-        usual = partial(frames.draft, self._network, k=topk, shape=self._shape, nodes=nodes)
+        shape, nodes = self._usual
+        usual = partial(frames.draft, self._network, k=self._topk, shape=shape, nodes=nodes)
         self._graphs = self._backlog.graphs = Graphs(self._network, usual, self._backlog.features)
         self._graphs.capture_usual(seqs)
 
@@ -70,14 +70,13 @@ class Part:
         self._backlog.flush()
         self._drafted = True
         blocks = [Block(root.token, self._line(root), root.budget, root.depth) for root in roots]
-        graphs = self._graphs if len(blocks) <= MOST_SEQS else None
-        if graphs is not None and shape == self._shape:
+        graphs, nodes = self._graphs if len(blocks) <= MOST_SEQS else None, 1 + max(root.budget for root in roots)
+        if graphs is not None and shape == self._usual[0] and nodes <= self._usual[1]:
             found = graphs.draft(blocks)
         else:  # padded as for a graph, so that candidates are those of its trees, bit for bit
             padding = graphs.shape(blocks) if graphs is not None else ()
             asked = self._network.gather(blocks, *padding).to(self._network.device, non_blocking=True)
-            nodes = 1 + max(root.budget for root in roots)
-            found = frames.first(frames.draft(self._network, asked, self._config.topk, shape, nodes), len(blocks))
+            found = frames.first(frames.draft(self._network, asked, self._topk, shape, nodes), len(blocks))
         return frames.pack(found) if self._answers else None
 
     def _line(self, root: Root) -> torch.Tensor:
