@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 
 from kdtp.messages import Begin
+from kdtp.model.comm import Comm
 from kdtp.model.shard import Shard
 from kdtp.spec import pick
 from kdtp.spec.logprobs import logprobs
@@ -57,11 +58,19 @@ class Chooser:
         for seq in seqs:
             del self._open[seq]
 
+    def plain(self, seqs: Sequence[SeqRows]) -> bool:
+        """Whether all tokens are the argmax of what the model gives, and nothing more is wanted."""
+        return all([self._open[seq.seq].plain and not seq.masks for seq in seqs])  # noqa: C419 (faster)
+
+    def best(self, logits: torch.Tensor) -> list[int]:
+        """One id for each row of what `Shard.forward` has given, of a plain batch."""
+        found = self._shard.best
+        ids: list[int] = (self._argmax(logits) if found is None else found).tolist()
+        return ids
+
     def choose(self, logits: torch.Tensor, seqs: Sequence[SeqRows]) -> tuple[list[int], list[Logprob]]:
         """One id per picked row of this rank's logits [R, V/N], which are overwritten; and what is wanted of them."""
         each = [self._open[seq.seq] for seq in seqs]
-        if all([known.plain and not seq.masks for known, seq in zip(each, seqs, strict=True)]):  # noqa: C419 (faster)
-            return self._argmax(logits).tolist(), []
         unedited = self._wanted(logits, seqs, each)
         self._edit(logits, seqs, each)
         ids = self._draw(logits, seqs, [known.rule for known in each])
@@ -96,13 +105,7 @@ class Chooser:
         return ids.tolist()
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        comm = self._shard.comm
-        if comm.size == 1:
-            return pick.argmax(logits)
-        values, ids = pick.local_argmax(logits, self._shard.vocab_start)
-        # One collective for both: float32 holds ids of up to 2^24 exactly, and there are no more.
-        best = comm.all_gather(torch.stack([values, ids.float()]))
-        return pick.merge_argmax(best[:, 0], best[:, 1].long())
+        return argmax(logits, self._shard.comm, self._shard.vocab_start)
 
     def _wanted(self, logits: torch.Tensor, seqs: Sequence[SeqRows], each: Sequence[_Open]) -> torch.Tensor | None:
         """The unedited logits of all rows whose log-probabilities are wanted."""
@@ -121,6 +124,16 @@ class Chooser:
                 tokens += [*seq.scored, *ids[span.start + len(seq.scored) : span.stop]]
                 best += [known.best] * seq.pick
         return logprobs(logits, tokens, best)
+
+
+def argmax(logits: torch.Tensor, comm: Comm, vocab_start: int) -> torch.Tensor:
+    """The best id of all ranks for each row, [R]; logits [R, n]: of this rank's ids, from vocab_start on."""
+    if comm.size == 1:
+        return pick.argmax(logits)
+    values, ids = pick.local_argmax(logits, vocab_start)
+    # One collective for both: float32 holds ids of up to 2^24 exactly, and there are no more.
+    best = comm.all_gather(torch.stack([values.float(), ids.float()]))
+    return pick.merge_argmax(best[:, 0], best[:, 1].long())
 
 
 def _at(rows: Sequence[int], places: Sequence[int], rules: Sequence[Rule]) -> tuple[list[int], list[Rule]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from kdtp.config import EngineConfig
+from kdtp.engine.choose import argmax
 from kdtp.log import logger
 from kdtp.model.shard import Shard
 
@@ -32,7 +34,7 @@ def prepare_gpu(shard: Shard, part: Part | None, config: EngineConfig) -> None:
     before, _ = torch.cuda.mem_get_info()
     if config.graphs:
         nodes = 1 if config.drafter.name == "none" else 1 + config.drafter.budget
-        shard.capture(config.max_batch, nodes)
+        shard.capture(config.max_batch, nodes, partial(argmax, comm=shard.comm, vocab_start=shard.vocab_start))
         if part is not None:
             part.capture(config.max_batch)
     free, total = torch.cuda.mem_get_info()

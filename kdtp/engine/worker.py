@@ -168,12 +168,15 @@ class Worker:
         wanted: list[Logprob] = []
         if message.seqs:
             self.chooser.begin(message.begun)
-            logits = self.shard.forward_tokens(message.seqs)
-            if message.want_logits:
-                full = self.chooser.full(logits)
-                if self.rank == 0:
-                    frame, shape = full.cpu().numpy().tobytes(), (full.shape[0], full.shape[1])
-            ids, wanted = self.chooser.choose(logits, message.seqs)
+            if not message.want_logits and self.chooser.plain(message.seqs):
+                ids = self.chooser.best(self.shard.forward(message.seqs))
+            else:
+                logits = self.shard.forward_tokens(message.seqs)
+                if message.want_logits:
+                    full = self.chooser.full(logits)
+                    if self.rank == 0:
+                        frame, shape = full.cpu().numpy().tobytes(), (full.shape[0], full.shape[1])
+                ids, wanted = self.chooser.choose(logits, message.seqs)
             self.shard.comm.check()
             if self._left is not None:
                 self._left.check(self.shard.features)

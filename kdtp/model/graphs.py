@@ -19,7 +19,8 @@ ROWS = GRAPH_ROWS
 PROMPTS = 128  # rows of the largest graph for prompts alone: they differ, and capturing costs more than it saves
 DEEP = 32  # rows of a path, but for the few trees that are deeper: all paths of 512 rows are a megabyte to copy
 SHORTEST = 1024  # positions; contexts double from here, as the attention's grid grows with what is possible
-Forward = Callable[[torch.Tensor, Shape], torch.Tensor]  # index buffer on the device -> logits [R, n]
+# Index buffer on the device -> logits [R, n], and of each row the id that is best on all ranks, int64 [R].
+Forward = Callable[[torch.Tensor, Shape], tuple[torch.Tensor, torch.Tensor]]
 
 
 def bucket(seqs: Sequence[SeqRows]) -> Shape | None:
@@ -58,6 +59,7 @@ class Graphs:
 
     def __init__(self, out: torch.Tensor) -> None:
         self._out = out
+        self._ids = torch.zeros(len(out), dtype=torch.int64, device=out.device)
         self._stream = torch.cuda.Stream(out.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[Shape, tuple[torch.Tensor, torch.cuda.CUDAGraph]] = {}
@@ -65,15 +67,16 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._captured)
 
-    def run(self, forward: Forward, shape: Shape, indices: torch.Tensor) -> torch.Tensor:
-        """Logits [R, n] of a batch planned in that shape (pinned host memory); they stay until the next run."""
+    def run(self, forward: Forward, shape: Shape, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [R, n] and best ids [R] of a batch planned in that shape (pinned host memory); they stay until the
+        next run."""
         if shape not in self._captured:
             self.capture(forward, shape)
         buffer, graph = self._captured[shape]
         # The copy ends on its own time; torch gives pinned memory to nobody else before that.
         buffer.copy_(indices, non_blocking=True)
         graph.replay()
-        return self._out[: shape.picked]
+        return self._out[: shape.picked], self._ids[: shape.picked]
 
     def capture(self, forward: Forward, shape: Shape) -> None:
         """Capture the graph of a shape, on a batch of mere padding."""
@@ -85,7 +88,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads may do as they like meanwhile: NCCL's watchdog does.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            self._out[: shape.picked] = forward(buffer, shape)
+            self._out[: shape.picked], self._ids[: shape.picked] = forward(buffer, shape)
         self._captured[shape] = buffer, graph
         spent = 1000 * (time.perf_counter() - began)
         logger.info(

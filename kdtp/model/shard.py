@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,7 @@ class Shard:
         self.head = weights.matrix("head")
         self.features: torch.Tensor | None = None
         self._taps: tuple[int, ...] = ()
+        self.best: torch.Tensor | None = None
         self._graphs: Graphs | None = None
 
     @classmethod
@@ -89,28 +90,40 @@ class Shard:
         logits depend on its own text only, bit for bit. Raises as PagedCache, ValueError for a token id, RuntimeError
         for a sequence that comes twice.
         """
+        found = self.forward(seqs)
+        # The ranks' parts have one width, so that they can be gathered; the last ones may hold less. Made now, while a
+        # GPU is at work already, and so that they may be written to.
+        width = -(-self.config.vocab_size // self.comm.size)
+        logits = torch.full((len(found), width), -torch.inf, device=self.device)
+        logits[:, : found.shape[1]] = found
+        return logits
+
+    def forward(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
+        """As `forward_tokens`, but logits of the ids that this rank has, as they come, for looking at until the next
+        call. If a graph has run it, `best` are the best ids of all ranks for the picked rows, else None."""
         self._check(seqs)
         for seq in seqs:
             self.cache.append(seq.seq, seq.new_pages, seq.start)
         picked = sum(seq.pick for seq in seqs)
+        self.best = None
         with torch.inference_mode():
             found = self._on_cpu(seqs) if self.device.type == "cpu" else self._on_gpu(seqs)
-        # The ranks' parts have one width, so that they can be gathered; the last ones may hold less. Made now, while a
-        # GPU is at work already, and so that they may be written to.
-        width = -(-self.config.vocab_size // self.comm.size)
-        logits = torch.full((picked, width), -torch.inf, device=self.device)
-        logits[:, : found.shape[1]] = found[:picked]
-        return logits
+        if self.best is not None:
+            self.best = self.best[:picked]
+        return found[:picked]
 
-    def capture(self, seqs: int, nodes: int) -> None:
+    def capture(self, seqs: int, nodes: int, best: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """From now on, run batches of few rows as CUDA graphs; only on a GPU, and on all ranks or none.
 
         Captured now: plain decoding of up to `seqs` sequences, and trees of `nodes` nodes; others when first needed.
+        best: this rank's logits [R, n] -> the best id of each row on all ranks, [R]; part of the graphs, and no part of
+        a cycle with this shard.
         """
+        self._best_of = best
         self._graphs = Graphs(self.head.new_empty(ROWS[-1], self.head.shape[1]))
         with torch.inference_mode():
             for shape in usual(seqs, nodes):
-                self._graphs.capture(self._run, shape)
+                self._graphs.capture(self._captured, shape)
 
     @property
     def rows(self) -> int:
@@ -148,12 +161,16 @@ class Shard:
         shape = bucket(seqs)
         if self._graphs is not None and shape is not None:
             self.comm.note("replay", shape)
-            logits = self._graphs.run(self._run, shape, plan_device(seqs, self.cache, shape))
+            logits, self.best = self._graphs.run(self._captured, shape, plan_device(seqs, self.cache, shape))
             if self._taps:
                 self.features = self._tapped[: shape.rows]
             return logits
         shape = exact(seqs)
         return self._run(plan_device(seqs, self.cache, shape).to(self.device, non_blocking=True), shape)
+
+    def _captured(self, indices: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self._run(indices, shape)
+        return logits, self._best_of(logits)
 
     def _run(self, indices: torch.Tensor, shape: Shape) -> torch.Tensor:
         return self._logits(place(indices, shape, self._cos, self._sin))

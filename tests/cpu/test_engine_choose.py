@@ -113,6 +113,7 @@ class Ranks:
                     vocab_start=rank * self.width,
                     config=SimpleNamespace(vocab_size=VOCAB),
                     device=torch.device("cpu"),
+                    best=None,
                 )
             )
             for rank in range(size)
@@ -123,12 +124,19 @@ class Ranks:
             chooser.begin(begun)
 
     def choose(self, logits: np.ndarray, seqs):
-        """What each rank says."""
+        """What each rank says, of a plain batch as the worker asks for it, too."""
+
+        def said(chooser, logits):
+            best = chooser.best(logits) if chooser.plain(seqs) else None
+            found = chooser.choose(logits, seqs)
+            assert best in (None, found[0])
+            return found
+
         padded = np.full((len(logits), self.width * len(self.choosers)), -np.inf, np.float32)
         padded[:, :VOCAB] = logits
         parts = [torch.from_numpy(part.copy()) for part in np.split(padded, len(self.choosers), axis=1)]
         with ThreadPoolExecutor(len(parts)) as pool:
-            return list(pool.map(lambda pair: pair[0].choose(pair[1], seqs), zip(self.choosers, parts, strict=True)))
+            return list(pool.map(said, self.choosers, parts))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -14,6 +14,7 @@ from kdtp.model.comm import Solo
 from kdtp.model.graphs import DEEP, bucket, usual
 from kdtp.model.shard import Shard
 from kdtp.model.weights.load import Weights, open_model
+from kdtp.spec import pick
 from kdtp.types import PAGE_ROWS, Move, SeqRows
 from tests.gpu.conftest import missing
 from tests.paths import TINY, V3
@@ -30,7 +31,7 @@ class Twins:
                 Shard(Weights(source, 0, 1, dtype, lambda done, total: None, torch.device("cuda")), Solo(), PAGES, True)
                 for _ in range(2)
             )
-        self.graphs.capture(3, 5)
+        self.graphs.capture(3, 5, pick.argmax)
         self.rng = random.Random(7)
         self.lengths: dict[int, int] = {}
         self._free = self.rng.sample(range(PAGES), PAGES)
@@ -51,6 +52,7 @@ class Twins:
         want, found = (shard.forward_tokens(seqs) for shard in (self.eager, self.graphs))
         assert not found.isnan().any()
         assert same_bits(want, found), [(seq.start, seq.parents) for seq in seqs]
+        assert self.graphs.best is None or torch.equal(self.graphs.best, pick.argmax(found))
         assert same_bits(self.eager.cache.kv, self.graphs.cache.kv)
         return found
 
@@ -115,8 +117,8 @@ def test_a_chunk_beside_a_tree(twins: Twins) -> None:
     chunk, tree = twins.rows(1, 40, 1), twins.rows(0, 9, 9, tree=True)
     assert twins.forward(chunk, tree).shape[0] == 10
     assert twins.graphs.graphs == before + 1
-    for pick in (0, 1):  # too many rows for a graph, or none that chooses
-        twins.forward(twins.rows(2 + pick, 40 + 100 * pick, pick))
+    for picked in (0, 1):  # too many rows for a graph, or none that chooses
+        twins.forward(twins.rows(2 + picked, 40 + 100 * picked, picked))
     assert twins.graphs.graphs == before + 1
 
 
