@@ -60,6 +60,7 @@ class Coordinator:
         self._spent: dict[str, float] = {}
         self._ended: float | None = None  # when the last round did, if another was to follow
         self._drafting: set[int] = set()
+        self._ranks_draft = config.drafter.network and config.drafter.placement == "workers"
 
     def start(self) -> None:
         """Get ready, once the ranks are: the drafter, and what widths cost if they follow it. EngineFault as step."""
@@ -141,7 +142,7 @@ class Coordinator:
             outcomes = [self._settle(turn, r, picked) for turn, r, picked in answers]
         with self._stage("commit"):
             self.drafter.keep(list(_kept(rows, outcomes)))
-            self._commit([o.move for o in outcomes if o.move], [o.request for o in outcomes if o.ended])
+            self._commit([o.move for o in outcomes if o.move], [o.request for o in outcomes if o.ended], later=True)
             for outcome in outcomes:
                 if not outcome.ended:
                     self._absorb(outcome)
@@ -251,11 +252,11 @@ class Coordinator:
         if self.counters["rounds"] == _ALARM_ROUNDS and not self.counters["accepted"]:
             logger.warning("no draft token accepted in %d rounds: is the drafter wired to this model?", _ALARM_ROUNDS)
 
-    def _commit(self, moves: Sequence[Move], ended: Sequence[Request]) -> None:
-        """Tell the workers which rows to keep and which sequences to forget."""
+    def _commit(self, moves: Sequence[Move], ended: Sequence[Request], later: bool = False) -> None:
+        """Tell the workers which rows to keep and which sequences to forget. later: while they draft, if they will."""
         released = [request.id for request in ended if self.scheduler.remove(request)]
         if moves or released:
-            self.fleet.commit(moves, released)
+            self.fleet.commit(moves, released, later=later and self._ranks_draft and not self.idle)
         for request in ended:
             self._close(request)
 

@@ -41,6 +41,7 @@ class Fleet:
         self._step_timeout = step_timeout
         self._seconds_per_row: float | None = None
         self.on_long: Callable[[float], object] = lambda seconds: None  # before a step that may take so long
+        self._late: Commit | None = None
         self.on_wait: Callable[[], object] = lambda: None  # while ranks draft
         self.features = 0, 0  # process and descriptor of what the last forward has left, if it was to
         self._local = [link for link in links if isinstance(link, LocalLink)]
@@ -61,6 +62,7 @@ class Fleet:
         EngineFault when a rank dies, fails, stays silent past the deadline, chose other ids than rank 0 or made other
         collectives. Without sequences it asks for a sign of life.
         """
+        self._tell_late()
         self.step += 1
         rows = sum(len(s.tokens) for s in seqs)
         timeout = self._timeout(rows)
@@ -85,12 +87,22 @@ class Fleet:
             return max(self._step_timeout, _FIRST_STEP)
         return max(self._step_timeout, 10 * (self._seconds_per_row or 0.0) * rows)
 
-    def commit(self, moves: Sequence[Move], released: Sequence[int]) -> None:
+    def commit(self, moves: Sequence[Move], released: Sequence[int], later: bool = False) -> None:
         """Tell all ranks which rows of the last step to keep and which sequences to forget. Not answered.
 
-        A rank that cannot be told is a fault of the next step: what this one gave must still reach its clients.
+        later: at the latest before the next forward or commit, but if a draft comes first, while the ranks are at it:
+        it reads nothing that is moved. A rank that cannot be told is a fault of the next step: what this one gave must
+        still reach its clients.
         """
-        self.send(Commit(self.epoch, self.step, tuple(moves), tuple(released)))
+        self._tell_late()
+        self._late = Commit(self.epoch, self.step, tuple(moves), tuple(released))
+        if not later:
+            self._tell_late()
+
+    def _tell_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            self.send(late)
 
     def keep(self, kept: Sequence[Rows]) -> None:
         """Tell all ranks which of the last step's rows their network is to take in. As `commit`."""
@@ -100,6 +112,7 @@ class Fleet:
         """Draft on all ranks: the shape of what rank 0 answers, and its frame, as in Drafts. EngineFault as forward."""
         self.send(Draft(self.epoch, self.step, tuple(roots), shape))
         deadline = time.monotonic() + self._step_timeout
+        self._tell_late()
         self.on_wait()
         drafts, frame = self._gather(Drafts, self.links[:1], deadline)[0]
         if drafts.shape[:1] != (len(roots),) or len(drafts.shape) not in ((2,) if shape else (3, 4)):

@@ -61,6 +61,18 @@ def test_any_draft_gives_the_text_and_the_bits_of_plain_decoding(loaded, version
     check_drafts(loaded, version, temperature, ({}, *WAYS, *others))
 
 
+def test_what_is_moved_waits_until_the_ranks_draft(loaded, monkeypatch):
+    drafter = loaded.settings("v1")
+    fleet, said = loaded.harness(drafter).fleet, []
+    send = fleet.send
+    monkeypatch.setattr(fleet, "send", lambda message: (said.append(type(message).__name__[0]), send(message)))
+    prompts = [random_text(i, 20) for i in range(3)]
+    params = [SamplingParams(max_tokens=size, temperature=0.8, seed=3) for size in (10, 20, 30)]
+    loaded.harness(drafter).run(prompts, params, drafter)
+    order = "".join(said)  # Forward, Keep, Draft, Commit
+    assert "FKDCF" in order and order.endswith("FKC") and "KCD" not in order
+
+
 def test_networks_of_many_ranks(ranks):
     many, version, places = ranks
     check_drafts(many, version, 0.8, (*places, THERE, WAYS[-1]), size=10)
