@@ -72,6 +72,43 @@ typedef struct KdtpMlaPrepArgs {
   void* stream;
 } KdtpMlaPrepArgs;
 
+// Before a drafter's attention: RMS norm of each head of queries and keys, which is rounded to T; then these rotated (NeoX:
+// entry j turns with j + width/2); values as they are.
+typedef struct KdtpGqaPrepArgs {
+  const void* q;          // [rows, heads, width] T
+  const void* kv;         // [rows, 2 * kv_heads, width] T: keys, then values
+  const void* q_weight;   // [width] f32
+  const void* k_weight;   // [width] f32
+  const void* cos;        // [rows, width / 2] f32
+  const void* sin;        // [rows, width / 2] f32
+  void* q_out;            // [rows, heads, width] T
+  void* kv_out;           // [2, rows, kv_heads, width] T
+  int64_t rows;
+  int64_t heads;          // 0..1024; with 0, all that is the queries' may be null
+  int64_t kv_heads;       // 1..1024
+  int64_t width;          // even, 2..256
+  double eps;
+  int64_t dtype;
+  void* stream;
+} KdtpGqaPrepArgs;
+
+// out[r] = sum over taps t of x[r - t] * (base[side, t] + dynamic[r, side, t]), each channel by itself; x is 0 before the
+// row's block of n. Factors and products are rounded to T, their sum is not before it is whole.
+typedef struct KdtpConvolveArgs {
+  const void* x;          // [rows, width] T
+  const void* dynamic;    // [rows, 2, taps, groups] T: a group is width / groups channels side by side
+  const void* base;       // [2, taps, width] T
+  void* out;              // [rows, width] T
+  int64_t rows;           // a multiple of n
+  int64_t width;
+  int64_t taps;           // 1..1024
+  int64_t groups;         // a divisor of width
+  int64_t side;           // 0 or 1
+  int64_t n;
+  int64_t dtype;
+  void* stream;
+} KdtpConvolveArgs;
+
 // softmax(scale * q k) latent over the paged cache. Row r of sequence b sees the committed rows 0 .. starts[b] - 1, its
 // ancestors among the sequence's own rows of this call, and itself. Row i of the sequence is stored at start + i; the
 // rows of a sequence follow each other in q, parents before children.

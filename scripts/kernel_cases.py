@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kdtp.kernels import abi, cuda
+from scripts import drafter_cases
 from scripts.k26 import (
     BF16,
     DENSE,
@@ -87,7 +88,7 @@ class Cases:
         ops = (
             *(self.embedding, self.rms_norm, self.linear, self.linear_heads, self.mla_prep, self.mla_tree),
             *(self.router, self.moe, self.moe_repack, self.silu_mul, self.argmax, self.topk),
-            *(self.tree_build, self.tree_accept, self.kv_move),
+            *(self.tree_build, self.tree_accept, self.kv_move, self.gqa_prep, self.convolve),
         )
         self.ops.update({op.__name__: op for op in ops})
 
@@ -225,6 +226,16 @@ class Cases:
                 calls.append(partial(_call, "kv_move", shape | moves))
                 theirs.append(partial(_torch_move, kv, source, target))
             yield Case(f"kv_move, {LAYERS} layers", m, calls, theirs)
+
+    def gqa_prep(self) -> Iterator[Case]:
+        """A drafter's heads."""
+        for m in self.rows:
+            yield Case("gqa_prep", m, [partial(_call, "gqa_prep", drafter_cases.gqa_prep(self.tensors, m))])
+
+    def convolve(self) -> Iterator[Case]:
+        """A drafter's convolution."""
+        for m in self.rows:
+            yield Case("convolve", m, [partial(_call, "convolve", drafter_cases.convolve(self.tensors, m))])
 
 
 def _call(op: str, fields: dict[str, Any]) -> None:

@@ -10,7 +10,9 @@ op keeps it, and tests hold it for MKL's kernels for Intel and AMD.
 
 from kdtp.kernels.act import silu_mul
 from kdtp.kernels.cache import kv_move, kv_write
+from kdtp.kernels.convolve import convolve
 from kdtp.kernels.embedding import embedding
+from kdtp.kernels.gqa_prep import gqa_prep, gqa_prep_kv
 from kdtp.kernels.linear import empty_weight, linear, linear_heads
 from kdtp.kernels.mla import BLOCK, Keys, mla_tree, plan_keys
 from kdtp.kernels.moe import moe
@@ -28,8 +30,11 @@ __all__ = [
     "Trees",
     "Walks",
     "add_rms_norm",
+    "convolve",
     "embedding",
     "empty_weight",
+    "gqa_prep",
+    "gqa_prep_kv",
     "kv_move",
     "kv_write",
     "linear",

@@ -30,6 +30,25 @@ def check(op: str, name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], 
     raise ValueError(f"{op}: {name} has shape {list(shape)}: must be [{legal}]")
 
 
+def check_at(
+    op: str, device: torch.device, name: str, x: torch.Tensor, dtype: torch.dtype, *dims: int | None
+) -> torch.Size:
+    """The shape of `x`, which must be a contiguous tensor there, of this dtype and of shape `dims` (None: any size).
+
+    Raises TypeError for a dtype, ValueError for the rest; each names op and tensor.
+    """
+    if x.device != device:
+        raise ValueError(f"{op}: {name} is on {x.device}: must be on {device}")
+    if x.dtype != dtype:
+        raise TypeError(f"{op}: {name} is {x.dtype}: must be {dtype}")
+    if len(x.shape) != len(dims) or any(d not in (None, size) for d, size in zip(dims, x.shape, strict=True)):
+        legal = ", ".join("*" if d is None else str(d) for d in dims)
+        raise ValueError(f"{op}: {name} has shape {list(x.shape)}: must be [{legal}]")
+    if not x.is_contiguous():
+        raise ValueError(f"{op}: {name} has strides {list(x.stride())}: must be contiguous")
+    return x.shape
+
+
 def check_rows(op: str, rows: int, padded: int) -> None:
     """Raise ValueError unless the op's `rows` rows are within the `padded` ones of its input."""
     if rows > padded:

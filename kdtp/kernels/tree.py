@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from kdtp.kernels.abi import Fields, library
+from kdtp.kernels.check import check_at
 from kdtp.types import SHAPES
 
 WORD = 64  # nodes in a word of ancestor bits
@@ -64,7 +65,7 @@ def tree_build(
     max_nodes: the result's M, to which trees are cut; shape: one of SHAPES. Raises TypeError for a dtype, ValueError
     for another form, KernelError for a size beyond csrc/params.h.
     """
-    check = partial(_check, "tree_build", ids.device)
+    check = partial(check_at, "tree_build", ids.device)
     seqs, length, width = check("ids", ids, torch.int64, None, None, None)
     check("lp", lp, torch.float32, seqs, length, width, *([width] if lp.dim() == 4 else []))
     check("roots", roots, torch.int64, seqs)
@@ -89,7 +90,7 @@ def tree_accept(tokens: torch.Tensor, parents: torch.Tensor, counts: torch.Tenso
     """
     if not tokens.is_cuda:
         raise NotImplementedError(f"tree_accept: tokens is on {tokens.device}: this op has only a CUDA form")
-    check = partial(_check, "tree_accept", tokens.device)
+    check = partial(check_at, "tree_accept", tokens.device)
     seqs, max_nodes = check("tokens", tokens, torch.int64, None, None)
     check("parents", parents, torch.int32, seqs, max_nodes)
     check("counts", counts, torch.int32, seqs)
@@ -221,19 +222,3 @@ def _placed(made: Trees, starts: torch.Tensor) -> Trees:
         seen[:, node] |= seen[torch.arange(seqs), made.parents[:, node].long()]
     bits = seen.view(seqs, nodes, words, WORD).long() << torch.arange(WORD)
     return made._replace(positions=(starts[:, None] + seen.sum(2) - 1).int(), ancestors=bits.sum(3))
-
-
-def _check(
-    op: str, device: torch.device, name: str, x: torch.Tensor, dtype: torch.dtype, *dims: int | None
-) -> torch.Size:
-    """The shape of `x`, which must be a contiguous tensor there, of this dtype and of shape `dims` (None: any size)."""
-    if x.device != device:
-        raise ValueError(f"{op}: {name} is on {x.device}: must be on {device}")
-    if x.dtype != dtype:
-        raise TypeError(f"{op}: {name} is {x.dtype}: must be {dtype}")
-    if len(x.shape) != len(dims) or any(d not in (None, size) for d, size in zip(dims, x.shape, strict=True)):
-        legal = ", ".join("*" if d is None else str(d) for d in dims)
-        raise ValueError(f"{op}: {name} has shape {list(x.shape)}: must be [{legal}]")
-    if not x.is_contiguous():
-        raise ValueError(f"{op}: {name} has strides {list(x.stride())}: must be contiguous")
-    return x.shape

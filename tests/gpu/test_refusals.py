@@ -16,6 +16,8 @@ LEGAL: dict[str, dict[str, int | float]] = {
     "mla_prep": {
         "rows": 0, "heads": 2, "nope": 4, "rope": 4, "lora": 8, "q_stride": 16, "kv_stride": 12, "eps": 1e-6,
     },
+    "gqa_prep": {"rows": 0, "heads": 2, "kv_heads": 1, "width": 8, "eps": 1e-6},
+    "convolve": {"rows": 0, "width": 8, "taps": 2, "groups": 4, "side": 1, "n": 3},
     "router": {"rows": 0, "experts": 8, "topk": 2, "groups": 4, "topk_group": 2, "norm": 1, "scale": 1.0},
     "topk": {"rows": 0, "vocab": 32, "stride": 32, "k": 4},
     "argmax": {"rows": 0, "vocab": 32, "stride": 32},
@@ -31,6 +33,13 @@ ILLEGAL: dict[str, dict[str, tuple[int, ...]]] = {
     "mla_prep": {
         "rows": (-1, 1 << 31), "heads": (0, 1025), "nope": (-1, 1 << 20), "rope": (0, 3, 1 << 20), "lora": (0, 1 << 20),
         "q_stride": (15,), "kv_stride": (11,), "dtype": (2,),
+    },
+    "gqa_prep": {
+        "rows": (-1, 1 << 31), "heads": (-1, 1025), "kv_heads": (0, 1025), "width": (0, 3, 258), "dtype": (2,),
+    },
+    "convolve": {
+        "rows": (-3, 4, 3 << 31), "width": (0, (1 << 20) + 4), "taps": (0, 1025), "groups": (0, 3, 16), "side": (-1, 2),
+        "n": (0, 1 << 31), "dtype": (2,),
     },
     "router": {
         "rows": (-1, 1 << 31), "experts": (0, 1025), "topk": (0, 5, 33), "groups": (0, 3, 16), "topk_group": (0, 5),

@@ -63,6 +63,34 @@ def test_mla_prep(cuda: torch.device, heads: int, nope: int, rope: int, lora: in
     assert_rows_stand_alone(run, q, new, angles.cos(), angles.sin())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(8, 4, 32), (4, 1, 128), (3, 2, 66)])
+def test_gqa_prep(cuda: torch.device, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+    weights, angles = (normal(cuda, width), normal(cuda, width) + 1), normal(cuda, 33, width // 2)
+
+    def run(q: torch.Tensor, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+        queries, (keys, values) = kernels.gqa_prep(q, kv, *weights, 1e-6, cos, sin)
+        assert same_bits(kernels.gqa_prep_kv(kv, weights[1], 1e-6, cos, sin), torch.stack([keys, values]))
+        return [queries, keys, values]
+
+    q, kv = normal(cuda, 33, heads, width, dtype=dtype), normal(cuda, 33, 2 * kv_heads, width, dtype=dtype)
+    assert_rows_stand_alone(run, q, kv, angles.cos(), angles.sin())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "width", "taps", "groups"), [(8, 256, 2, 16), (3, 33, 4, 11)])
+def test_convolve(cuda: torch.device, n: int, width: int, taps: int, groups: int, dtype: torch.dtype) -> None:
+    """A row here is a block."""
+    base = normal(cuda, 2, taps, width, dtype=dtype)
+
+    def run(x: torch.Tensor, dynamic: torch.Tensor) -> list[torch.Tensor]:
+        flat = x.flatten(0, 1), dynamic.flatten(0, 1), base
+        return [kernels.convolve(*flat, side, n).view(x.shape) for side in (0, 1)]
+
+    x, dynamic = normal(cuda, 33, n, width, dtype=dtype), normal(cuda, 33, n, 2 * taps * groups, dtype=dtype)
+    assert_rows_stand_alone(run, x, dynamic)
+
+
 @pytest.mark.parametrize(
     ("experts", "rule"),
     [

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
 from kdtp import kernels
 from kdtp.draft.dflash.weights import Weights
@@ -22,16 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Angles:
-    """cos and sin of M rows, float32 [M, 1, head_dim / 2]."""
+    """cos and sin of M rows, float32 [M, head_dim / 2]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
-
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """[M, heads, head_dim] in NeoX order: pair j is entries j and j + head_dim / 2."""
-        first, second = x.float().chunk(2, -1)
-        turned = [first * self.cos - second * self.sin, second * self.cos + first * self.sin]
-        return torch.cat(turned, -1).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -45,14 +38,16 @@ class View:
 
 @dataclass(frozen=True)
 class Attention:
-    """GQA with a norm per head. w_q [H, h * d], w_kv [H, 2 * kv * d] (keys, then values), w_o [h * d, H]."""
+    """GQA with a norm per head, of float32 weights [d]. w_q [H, h * d], w_kv [H, 2 * kv * d] (keys, then values), w_o
+    [h * d, H]."""
 
     head_dim: int
     w_q: torch.Tensor
     w_kv: torch.Tensor
     w_o: torch.Tensor
-    q_norm: Norm
-    k_norm: Norm
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    eps: float
     q_bias: torch.Tensor | None
     kv_bias: torch.Tensor | None
     o_bias: torch.Tensor | None
@@ -60,13 +55,13 @@ class Attention:
 
     def keys_values(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """What is seen of rows x [M, H]: rotated keys and values, [2, M, kv, d]."""
-        k, v = self._heads(x, self.w_kv, self.kv_bias).chunk(2, 1)
-        return torch.stack([angles.rotate(self._normed(k, self.k_norm)), v])
+        kv = self._heads(x, self.w_kv, self.kv_bias)
+        return kernels.gqa_prep_kv(kv, self.k_norm, self.eps, angles.cos, angles.sin)
 
     def __call__(self, x: torch.Tensor, angles: Angles, context: torch.Tensor, view: View) -> torch.Tensor:
         """context [2, rows, kv, d]: keys and values of committed rows, of all sequences -> [B * n, H]."""
-        q = angles.rotate(self._normed(self._heads(x, self.w_q, self.q_bias), self.q_norm))
-        block = self.keys_values(x, angles)
+        q, kv = self._heads(x, self.w_q, self.q_bias), self._heads(x, self.w_kv, self.kv_bias)
+        q, block = kernels.gqa_prep(q, kv, self.q_norm, self.k_norm, self.eps, angles.cos, angles.sin)
         block = block.view(2, len(view.rows), -1, *block.shape[2:])
         heads = _attend(q, torch.cat([context[:, view.rows], block], 2), view.mask)
         out = self.comm.all_reduce(kernels.linear(heads, self.w_o))
@@ -75,9 +70,6 @@ class Attention:
     def _heads(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = kernels.linear(x, w)
         return (y if bias is None else y + bias).view(len(x), -1, self.head_dim)
-
-    def _normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return norm(x.reshape(-1, self.head_dim)).view(x.shape)
 
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -103,20 +95,17 @@ class Convolution:
     base: torch.Tensor
     w_kernel: torch.Tensor
 
-    def kernels(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of slots x [M, H], for before and behind the sublayer: [M, taps, H] each."""
-        sides, taps, hidden = self.base.shape
-        dynamic = kernels.linear(x, self.w_kernel).view(len(x), sides, taps, -1, 1)
-        spread = dynamic.expand(-1, -1, -1, -1, hidden // dynamic.shape[3]).flatten(3)
-        before, behind = (self.base + spread).unbind(1)
-        return before, behind
+    def dynamic(self, x: torch.Tensor) -> torch.Tensor:
+        """What is added to `base`, of slots x [M, H]: [M, 2 * taps * groups]."""
+        return kernels.linear(x, self.w_kernel)
 
+    def before(self, x: torch.Tensor, dynamic: torch.Tensor, n: int) -> torch.Tensor:
+        """The sublayer's input, of blocks of n slots x [B * n, H]."""
+        return kernels.convolve(x, dynamic, self.base, 0, n)
 
-def convolve(x: torch.Tensor, kernel: torch.Tensor, n: int) -> torch.Tensor:
-    """x [B * n, H] with kernel [B * n, taps, H]: tap t multiplies the slot t places before, if the block has it."""
-    blocks = x.view(-1, n, x.shape[1])
-    shifted = [functional.pad(blocks, (0, 0, t, 0))[:, :n] for t in range(kernel.shape[1])]
-    return (torch.stack(shifted, 2).view(kernel.shape) * kernel).sum(1)
+    def behind(self, x: torch.Tensor, dynamic: torch.Tensor, n: int) -> torch.Tensor:
+        """What becomes of its output, likewise."""
+        return kernels.convolve(x, dynamic, self.base, 1, n)
 
 
 @dataclass(frozen=True)
@@ -134,17 +123,17 @@ class Layer:
     def __call__(self, x: torch.Tensor, angles: Angles, context: torch.Tensor, view: View) -> torch.Tensor:
         """As Attention."""
         n = view.mask.shape[1]
-        y = self.attention_norm(x)
-        if self.attention_conv is None:
+        y, conv = self.attention_norm(x), self.attention_conv
+        if conv is None:
             x = x + self.attention(y, angles, context, view)
         else:
-            before, behind = self.attention_conv.kernels(y)
-            x = x + convolve(self.attention(convolve(y, before, n), angles, context, view), behind, n)
-        y = self.mlp_norm(x)
-        if self.mlp_conv is None:
+            dynamic = conv.dynamic(y)
+            x = x + conv.behind(self.attention(conv.before(y, dynamic, n), angles, context, view), dynamic, n)
+        y, conv = self.mlp_norm(x), self.mlp_conv
+        if conv is None:
             return x + self.comm.all_reduce(self.mlp(y))
-        before, behind = self.mlp_conv.kernels(y)
-        return x + convolve(self.comm.all_reduce(self.mlp(convolve(y, before, n))), behind, n)
+        dynamic = conv.dynamic(y)
+        return x + conv.behind(self.comm.all_reduce(self.mlp(conv.before(y, dynamic, n))), dynamic, n)
 
 
 def layer(weights: Weights, comm: Comm, i: int) -> Layer:
@@ -173,8 +162,9 @@ def layer(weights: Weights, comm: Comm, i: int) -> Layer:
         matrix(q),
         matrix(k, v),
         matrix(o),
-        norm("self_attn.q_norm"),
-        norm("self_attn.k_norm"),
+        weights.exact(f"{at}self_attn.q_norm.weight"),
+        weights.exact(f"{at}self_attn.k_norm.weight"),
+        config.rms_norm_eps,
         bias(q),
         bias(k, v),
         bias(o),

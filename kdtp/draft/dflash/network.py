@@ -171,7 +171,7 @@ class DFlash:
 
     def _angles(self, positions: torch.Tensor) -> Angles:
         # In float64: beyond 2^24 / 10^3 positions a float32 angle is off by more than the rounding of a cosine.
-        angles = positions.double()[:, None, None] * self._frequencies
+        angles = positions.double()[:, None] * self._frequencies
         cos, sin = ((f(angles) * self._amplitude).float() for f in (torch.cos, torch.sin))
         return Angles(cos, sin)
 

@@ -35,8 +35,12 @@ template <typename F> int cudaFuncSetAttribute(F*, int, int) { return cudaSucces
 
 struct float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
-struct Index { unsigned x; };
-inline Index threadIdx, blockIdx, blockDim, gridDim;
+struct dim3 {
+  unsigned x, y, z;
+  dim3(int64_t x = 1, int64_t y = 1, int64_t z = 1)
+      : x(static_cast<unsigned>(x)), y(static_cast<unsigned>(y)), z(static_cast<unsigned>(z)) {}
+};
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace cuda_on_cpu {
 
@@ -137,19 +141,22 @@ inline void run_block(unsigned count) {
     progress = false;
     for (Thread* thread : left) resume(thread);
     left.erase(std::remove_if(left.begin(), left.end(), [](Thread* thread) { return thread->done; }), left.end());
-    if (!progress) fprintf(stderr, "block %u: its threads wait for each other for ever\n", blockIdx.x), abort();
+    if (!progress) fprintf(stderr, "block %u, %u: its threads wait for each other for ever\n", blockIdx.x, blockIdx.y), abort();
   }
 }
 
-inline void launch(int64_t blocks, int count, size_t shared, cudaStream_t, const std::function<void()>& kernel) {
+inline void launch(dim3 blocks, int count, size_t shared, cudaStream_t, const std::function<void()>& kernel) {
   body = &kernel;
-  gridDim.x = static_cast<unsigned>(blocks);
-  blockDim.x = static_cast<unsigned>(count);
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-    dynamic_shared.reset(new char[shared]);
-    memset(dynamic_shared.get(), kGarbage, shared);
-    run_block(blockDim.x);
+  gridDim = blocks;
+  blockDim = dim3(count);
+  for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+      dynamic_shared.reset(new char[shared]);
+      memset(dynamic_shared.get(), kGarbage, shared);
+      run_block(blockDim.x);
+    }
   }
+  body = nullptr;
 }
 
 // What every lane of the warp gives; `use` sees all before any lane goes on.
@@ -208,6 +215,15 @@ inline unsigned __reduce_min_sync(unsigned, unsigned x) {
   });
 }
 
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+  return cuda_on_cpu::among_warp<uint64_t>(x, [](const uint64_t* lanes) {
+    return static_cast<unsigned>(*std::max_element(lanes, lanes + 32));
+  });
+}
+
+inline float __fadd_rn(float x, float y) { return x + y; }  // with -ffp-contract=off, nothing is fused
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
