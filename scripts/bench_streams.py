@@ -99,8 +99,8 @@ class Told(Policy):
 
     def learn_tree(self, grown: Grown, accepted: Collection[int]) -> None:
         """As Policy."""
-        worth = self.calibration.worth(grown.scores, grown.tree.parents)
-        self.sums.update({"hoped": sum(worth[1:]), "accepted": len(accepted) - 1})
+        worth = self.calibration.worth(grown.scores[1:])
+        self.sums.update({"hoped": sum(worth), "accepted": len(accepted) - 1})
         self._timed(super().learn_tree, grown, accepted)
 
     def line(self, rounds: int, wall: float) -> list[object]:

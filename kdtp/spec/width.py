@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -19,11 +19,10 @@ from kdtp.proposals import Grown
 from kdtp.spec.costs import Costs
 from kdtp.types import power
 
-BINS = 16  # of scores, half a nat each; the last has all that are lower
+BINS = 33  # of scores, a quarter of a nat each; the last has all that are lower
+_LOWEST = -8.0
 _TRUST = 2.0  # accepted tokens that the drafter's own word counts for
 _FADE = 0.998  # per tree, of what was learned
-_MOST_UNIT = 1e9
-_REFRESHED = 50  # trees, after which what is known of all kinds is looked at
 _TRIED = 3  # nodes, at least, of a trial
 _NEWEST = 0.05  # how much a round of one tree counts in the gain, more of them by the root of their number,
 _AGES = 0.95  # and how much less after each plain round
@@ -77,59 +76,34 @@ def allot(
 
 
 class Calibration:
-    """What a drafter's scores are worth: accepted over expected, for each depth and kind of score."""
+    """What a drafter's scores are worth: accepted over expected, by about how low they are. At the same score it makes
+    no difference how deep a node is."""
 
     def __init__(self) -> None:
-        self._accepted: defaultdict[int, float] = defaultdict(float)  # by kind, in units
-        self._expected: defaultdict[int, float] = defaultdict(float)
-        self._unit = 1.0  # grows by each tree, instead of all that fades
-        self._ratios: dict[int, float] = {}  # made of these, until more is learned
-        self._learned = 0  # trees
+        self._accepted = [0.0] * BINS
+        self._expected = [0.0] * BINS
+        self._ratios = [1.0] * BINS
 
-    def worth(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
-        """The chance of each node to be accepted, the root's 1; scores: log-probabilities of paths, of all nodes."""
-        found, known = [1.0], self._ratios.get
-        for kind, score, parent in zip(_kinds(scores, parents), scores[1:], parents[1:], strict=True):
-            value, above = math.exp(score) * (known(kind) or self._ratio(kind)), found[parent]
-            found.append(value if value < above else above)
-        return found
+    def worth(self, scores: Sequence[float]) -> list[float]:
+        """The chance of each node to be accepted; scores: log-probabilities of their paths."""
+        ratios = self._ratios
+        return [math.exp(score) * ratios[_bin(score)] for score in scores]
 
-    def _ratio(self, kind: int) -> float:
-        trust = _TRUST * self._unit
-        ratio = (self._accepted[kind] + trust) / (self._expected[kind] + trust)
-        self._ratios[kind] = ratio
-        return ratio
-
-    def learn(self, scores: Sequence[float], parents: Sequence[int], accepted: Collection[int]) -> None:
-        """What became of the nodes of a tree that was verified; accepted: nodes of the path."""
-        self._unit /= _FADE
-        kinds = _kinds(scores, parents)
-        for kind, score in zip(kinds, scores[1:], strict=True):
-            self._expected[kind] += math.exp(score) * self._unit
+    def learn(self, scores: Sequence[float], accepted: Collection[int]) -> None:
+        """What became of the nodes of a tree that was verified, the root first; accepted: nodes of the path."""
+        self._accepted = [_FADE * value for value in self._accepted]
+        self._expected = [_FADE * value for value in self._expected]
+        for score in scores[1:]:
+            self._expected[_bin(score)] += math.exp(score)
         for node in accepted:
             if node:
-                self._accepted[kinds[node - 1]] += self._unit
-        if self._unit > _MOST_UNIT:
-            for counts in (self._accepted, self._expected):
-                for kind in counts:
-                    counts[kind] /= self._unit
-            self._unit = 1.0
-        self._learned += 1
-        if self._learned % _REFRESHED:
-            for kind in kinds:
-                self._ratios.pop(kind, None)
-        else:  # the others fade, too
-            self._ratios.clear()
+                self._accepted[_bin(scores[node])] += 1.0
+        both = zip(self._accepted, self._expected, strict=True)
+        self._ratios = [(accepted + _TRUST) / (expected + _TRUST) for accepted, expected in both]
 
 
-def _kinds(scores: Sequence[float], parents: Sequence[int]) -> list[int]:
-    """Of each node but the root: its depth and about its score."""
-    kinds, depths = [], [0]  # times BINS
-    for score, parent in zip(scores[1:], parents[1:], strict=True):
-        depth, bin_ = depths[parent] + BINS, int(-2.0 * score)
-        depths.append(depth)
-        kinds.append(depth + (bin_ if bin_ < BINS else BINS - 1))
-    return kinds
+def _bin(score: float) -> int:
+    return int(-4.0 * score) if score > _LOWEST else BINS - 1
 
 
 class Pauses:
@@ -224,7 +198,7 @@ class Policy:
         round; rows: of the round without nodes below a root, so with chunks of prompts; context: of the longest; took:
         seconds, of the draft.
         """
-        worth = [self.calibration.worth(grown.scores, grown.tree.parents)[1:] for grown in trees]
+        worth = [self.calibration.worth(grown.scores[1:]) for grown in trees]
         pauses, share = self._pauses[power(asking)], asking / asked
         steps = self._steps(seqs, rows, math.ceil(share * sum(map(len, worth))), context)
         usual = self.drafting.seconds(asked, asked, context)
@@ -270,4 +244,4 @@ class Policy:
 
     def learn_tree(self, grown: Grown, accepted: Collection[int]) -> None:
         """What became of a tree that was verified."""
-        self.calibration.learn(grown.scores, grown.tree.parents, accepted)
+        self.calibration.learn(grown.scores, accepted)

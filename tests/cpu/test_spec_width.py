@@ -96,7 +96,7 @@ def a_chain(scores):
 
 def test_an_unknown_drafter_is_taken_at_its_word():
     grown = a_chain([0.0, -0.5, -1.25])
-    found = Calibration().worth(grown.scores, grown.tree.parents)
+    found = Calibration().worth(grown.scores)
     assert found == pytest.approx([1.0, math.exp(-0.5), math.exp(-1.25)])
 
 
@@ -109,22 +109,17 @@ def test_what_scores_are_worth_is_learned(factor):
     for _ in range(2000):
         first = rng.random() < 0.55 * factor
         path = {0, *([1] if first else []), *([2] if first and rng.random() < 0.8 else [])}
-        calibration.learn(grown.scores, grown.tree.parents, path)
-    found = calibration.worth(grown.scores, grown.tree.parents)
+        calibration.learn(grown.scores, path)
+    found = calibration.worth(grown.scores)
     assert found == pytest.approx([1.0, 0.55 * factor, 0.55 * 0.8 * factor], rel=0.15)
-    # Another depth, and scores of another kind, were never seen.
-    assert calibration.worth([0.0, -6.0], [ROOT, 0])[1] == pytest.approx(math.exp(-6.0))
+    assert calibration.worth([-6.0, -9.0, -99.0]) == pytest.approx([math.exp(s) for s in (-6.0, -9.0, -99.0)])  # unseen
 
 
-def test_a_node_is_worth_no_more_than_its_parent():
+def test_what_is_never_right_is_worth_little():
     calibration = Calibration()
-    grown = a_chain([0.0, math.log(0.9), math.log(0.8)])
     for _ in range(50):
-        calibration.learn(grown.scores, grown.tree.parents, {0})  # the first is never right
-    found = calibration.worth(grown.scores, grown.tree.parents)
-    assert found[1] < 0.1 and found[2] <= found[1]
-    mixed = calibration.worth([0.0, math.log(0.9), math.log(0.001)], [ROOT, 0, 1])
-    assert mixed[2] <= mixed[1]
+        calibration.learn([0.0, math.log(0.9), math.log(0.8)], {0})
+    assert max(calibration.worth([math.log(0.9), math.log(0.8)])) < 0.1
 
 
 def test_times_between_and_beyond_what_was_measured():
