@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -259,9 +258,9 @@ def test_graphs_are_given_what_they_were_captured_for(name, tmp_path, no_cuda):
     folder, reference = folder_of(name, tmp_path)
     net, other = network(folder, reference), network(folder, reference)
     tapped = torch.zeros(graphs.MOST, len(TAPS) * reference.config.hidden_size)
-    made = Replayed.graphs = graphs.Graphs(net, lambda asked: net.forward(asked, K), tapped)
+    made = Replayed.graphs = graphs.Graphs(net, K, tapped)
     made.capture_usual(4)
-    usual = [(1, 16), (2, 16), (4, 16), *((8 << i,) for i in range(7))]
+    usual = [*((1 << i, 16, "", 0) for i in range(3)), *((8 << i,) for i in range(7))]
     assert list(made._captured) == usual
     for lengths in ((11, 3, 0), (30,), (16, 1), (3,)):
         rows = list(torch.randperm(ROWS)[: sum(lengths)].split(list(lengths)))
@@ -275,7 +274,7 @@ def test_graphs_are_given_what_they_were_captured_for(name, tmp_path, no_cuda):
         for got, want in zip(made.draft(blocks).proposals(), other.draft(blocks, K).proposals(), strict=True):
             assert_close(got.lp, want.lp, atol=1e-5)
             assert torch.equal(got.ids, want.ids)
-    longer = {(1, 32)} if name == "v1" else set()  # the others have windows that are shorter
+    longer = {(1, 32, "", 0)} if name == "v1" else set()  # the others have windows that are shorter
     assert made._captured.keys() == {*usual} | longer
     assert not made.absorb(*[[0] * (graphs.MOST + 1)] * 3)
 
@@ -287,8 +286,7 @@ def test_trees_that_are_grown_where_candidates_are(name, shape, tmp_path, no_cud
     folder, reference = folder_of(name, tmp_path)
     net = network(folder, reference)
     absorb(net, features_of(reference, 30), torch.arange(30))
-    found = functools.partial(frames.draft, net, k=K, shape=shape, nodes=20)
-    made = Replayed.graphs = graphs.Graphs(net, found, torch.zeros(graphs.MOST, net.config.features))
+    made = Replayed.graphs = graphs.Graphs(net, K, torch.zeros(graphs.MOST, net.config.features))
     limits = [(19, 7), (0, 7), (5, 0), (12, 3), (1, 1)]
     blocks = [Block(7 + i, torch.arange(30 - 3 * i), *limit) for i, limit in enumerate(limits)]
     asked = net.gather(blocks, 8, 32)
@@ -297,7 +295,7 @@ def test_trees_that_are_grown_where_candidates_are(name, shape, tmp_path, no_cud
         grow(shape, proposal, block.root, block.budget, block.depth)
         for proposal, block in zip(candidates.proposals(), blocks, strict=False)
     ]
-    for words in (made.draft(blocks), found(asked)[: len(blocks)]):
+    for words in (made.draft(blocks, shape, 20), frames.draft(net, asked, K, shape, 20)[: len(blocks)]):
         size, fetch = frames.pack(words)
         got = frames.unpack(size, fetch())
         assert size == (5, 20) and [tree.tree for tree in got] == [tree.tree for tree in want]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import numpy as np
 import pytest
@@ -214,7 +213,7 @@ def test_rows_that_a_graph_absorbs_are_those_of_its_kernels(cuda, version, dtype
     embed = torch.randn(SMALL.vocab_size, SMALL.hidden_size, generator=random, device=cuda).to(dtype)
     network = DFlash(folder, configs.read(folder), TargetPart(embed, embed, 0), Solo(), 1024, poison=True)
     features = torch.randn(MOST, network.config.features, generator=random, device=cuda).to(dtype)
-    graphs, empty = Graphs(network, lambda asked: network.forward(asked, 4), features), network._context.clone()
+    graphs, empty = Graphs(network, 4, features), network._context.clone()
     for count in (512, 1, 257, 256, 8, 9, 511, 3):
         taken, positions, rows = (torch.randperm(n)[:count] for n in (MOST, 4000, 1024))
         network._context.copy_(empty)
@@ -239,7 +238,7 @@ def test_trees_of_a_graph_are_those_of_its_candidates(cuda, version, shape, tmp_
     features = torch.randn(MOST, network.config.features, generator=random, device=cuda)
     rows = torch.arange(MOST)
     network.absorb(features, rows.cuda(), rows.cuda())
-    graphs = Graphs(network, partial(frames.draft, network, k=8, shape=shape, nodes=20), features)
+    graphs = Graphs(network, 8, features)
     limits = [(19, 7), (0, 7), (5, 0), (12, 3), (1, 1)]
     for seed, many in enumerate((5, 3, 5, 1, 4)):
         starts = torch.randint(MOST, (many,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -250,7 +249,7 @@ def test_trees_of_a_graph_are_those_of_its_candidates(cuda, version, shape, tmp_
             grow(shape, proposal, block.root, block.budget, block.depth)
             for proposal, block in zip(Drafted(lp, ids).proposals(), blocks, strict=False)
         ]
-        size, fetch = frames.pack(graphs.draft(blocks))
+        size, fetch = frames.pack(graphs.draft(blocks, shape, 20))
         got = frames.unpack(size, fetch())
         assert [tree.tree for tree in got] == [tree.tree for tree in want]
         assert [list(tree.scores) for tree in got] == [list(tree.scores) for tree in want]

@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from kdtp.draft.dflash.frames import Found, first
+from kdtp.draft.dflash.frames import Found, draft, first
 from kdtp.draft.dflash.network import Block, DFlash
 from kdtp.log import logger
 from kdtp.types import power
@@ -19,6 +20,21 @@ from kdtp.types import power
 SHORTEST = 1024  # context rows of a draft; from here they double
 FEWEST, MOST = 8, 512  # rows that are absorbed
 MOST_SEQS = 32  # that are drafted for: padding costs memory, and launches matter less the more there are
+
+
+class _Drafting(NamedTuple):
+    """Sequences, context rows, and the trees that are grown, as in frames.draft."""
+
+    seqs: int
+    width: int
+    shape: str
+    nodes: int
+
+
+class _Absorbing(NamedTuple):
+    """Rows that are absorbed."""
+
+    rows: int
 
 
 @dataclass
@@ -34,27 +50,22 @@ class _Captured:
 class Graphs:
     """Graphs of `network` by shape, captured when first needed or before; all share one pool of memory.
 
-    draft: of what the network has gathered, on its device; features: those that are absorbed are read there. What
-    `draft` gives stays until the next call.
+    features: those that are absorbed are read there. What `draft` gives stays until the next call.
     """
 
-    def __init__(self, network: DFlash, draft: Callable[[torch.Tensor], Found], features: torch.Tensor) -> None:
-        self._network, self._draft, self._features = network, draft, features
+    def __init__(self, network: DFlash, topk: int, features: torch.Tensor) -> None:
+        self._network, self._topk, self._features = network, topk, features
         self._stream = torch.cuda.Stream(network.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[tuple[int, ...], _Captured] = {}
+        self._captured: dict[_Drafting | _Absorbing, _Captured] = {}
 
     @torch.inference_mode()
-    def draft(self, blocks: Sequence[Block]) -> Found:
-        """What is found for each block."""
-        shape = self.shape(blocks)
-        found = self._replay(shape, self._network.gather(blocks, *shape))
+    def draft(self, blocks: Sequence[Block], shape: str = "", nodes: int = 0) -> Found:
+        """What is found for each block, as by frames.draft."""
+        kind = _Drafting(power(len(blocks)), max(SHORTEST, power(self._network.reach(blocks))), shape, nodes)
+        found = self._replay(kind, self._network.gather(blocks, kind.seqs, kind.width))
         assert found is not None
         return first(found, len(blocks))
-
-    def shape(self, blocks: Sequence[Block]) -> tuple[int, int]:
-        """Sequences and context rows of the graph for these."""
-        return power(len(blocks)), max(SHORTEST, power(self._network.reach(blocks)))
 
     @torch.inference_mode()
     def absorb(self, taken: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> bool:
@@ -64,34 +75,34 @@ class Graphs:
         size = max(FEWEST, power(len(taken)))
         nothing = [0] * (size - len(taken))
         where = [*taken, *nothing], [*positions, *nothing], [*rows, *[self._network.sink] * len(nothing)]
-        self._replay((size,), torch.tensor(where, pin_memory=self._network.device.type == "cuda"))
+        self._replay(_Absorbing(size), torch.tensor(where, pin_memory=self._network.device.type == "cuda"))
         return True
 
-    def capture_usual(self, seqs: int) -> None:
+    def capture_usual(self, seqs: int, shape: str = "", nodes: int = 0) -> None:
         """For up to `seqs` sequences of short texts."""
         for i in range(power(min(seqs, MOST_SEQS)).bit_length()):
-            self._capture((1 << i, SHORTEST))
+            self._capture(_Drafting(1 << i, SHORTEST, shape, nodes))
         size = FEWEST
         while size <= MOST:
-            self._capture((size,))
+            self._capture(_Absorbing(size))
             size *= 2
 
-    def _replay(self, shape: tuple[int, ...], values: torch.Tensor) -> Found | None:
-        if shape not in self._captured:
-            self._capture(shape)
-        captured = self._captured[shape]
+    def _replay(self, kind: _Drafting | _Absorbing, values: torch.Tensor) -> Found | None:
+        if kind not in self._captured:
+            self._capture(kind)
+        captured = self._captured[kind]
         captured.buffer.copy_(values, non_blocking=True)
-        self._network.comm.note("replay of a drafter's graph", shape)
+        self._network.comm.note("replay of a drafter's graph", kind)
         captured.graph.replay()
         return captured.found
 
     @torch.inference_mode()
-    def _capture(self, shape: tuple[int, ...]) -> None:
+    def _capture(self, kind: _Drafting | _Absorbing) -> None:
         """With inputs that change nothing: blocks without context, or rows that go nowhere."""
-        if shape in self._captured:
+        if kind in self._captured:
             return
         began = time.perf_counter()
-        buffer, call = self._drafting(*shape) if len(shape) == 2 else self._absorbing(*shape)
+        buffer, call = self._drafting(kind) if isinstance(kind, _Drafting) else self._absorbing(kind.rows)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             call()  # what is loaded or set up on first use cannot be while capturing
@@ -99,14 +110,13 @@ class Graphs:
         # Other threads may do as they like meanwhile: NCCL's watchdog does.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             found = call()
-        self._captured[shape] = _Captured(buffer, found, graph, call)
-        what = f"{shape[0]} sequences, context {shape[1]}" if len(shape) == 2 else f"{shape[0]} rows absorbed"
-        logger.info("drafter's graph: %s: %.0f ms", what, 1000 * (time.perf_counter() - began))
+        self._captured[kind] = _Captured(buffer, found, graph, call)
+        logger.info("drafter's graph %s: %.0f ms", kind, 1000 * (time.perf_counter() - began))
 
-    def _drafting(self, seqs: int, width: int) -> tuple[torch.Tensor, Callable[[], Found]]:
+    def _drafting(self, kind: _Drafting) -> tuple[torch.Tensor, Callable[[], Found]]:
         empty = [Block(0, torch.empty(0, dtype=torch.int64))]
-        buffer = self._network.gather(empty, seqs, width).to(self._network.device)
-        return buffer, lambda: self._draft(buffer)
+        buffer = self._network.gather(empty, kind.seqs, kind.width).to(self._network.device)
+        return buffer, lambda: draft(self._network, buffer, self._topk, kind.shape, kind.nodes)
 
     def _absorbing(self, rows: int) -> tuple[torch.Tensor, Callable[[], None]]:
         where = torch.zeros(3, rows, dtype=torch.int64, device=self._network.device)

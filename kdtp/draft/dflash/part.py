@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ class Part:
         network = configs.read(folder, config.amplitude or None, config.window)
         own = TargetPart(target.embed, target.head, target.vocab_start)
         self._target, self._topk, self._answers = target, config.topk, comm.rank == 0
-        self._usual = config.grown(target.embed.is_cuda), 1 + config.budget  # shape and nodes of trees
+        self._shape, self._nodes = config.grown(target.embed.is_cuda), 1 + config.budget  # of trees, usually
         self._network = DFlash(folder, network, own, comm, target.rows)
         self._backlog = Backlog(self._network, network.features, target.embed.dtype)
         self._graphs: Graphs | None = None
@@ -45,11 +44,8 @@ class Part:
 
     def capture(self, seqs: int) -> None:
         """From now on run in CUDA graphs; captured now: for up to `seqs` short texts."""
-        # Of the network alone: graphs that are part of a cycle are freed late, maybe while others are captured.
-        shape, nodes = self._usual
-        usual = partial(frames.draft, self._network, k=self._topk, shape=shape, nodes=nodes)
-        self._graphs = self._backlog.graphs = Graphs(self._network, usual, self._backlog.features)
-        self._graphs.capture_usual(seqs)
+        self._graphs = self._backlog.graphs = Graphs(self._network, self._topk, self._backlog.features)
+        self._graphs.capture_usual(seqs, self._shape, self._nodes if self._shape else 0)
 
     def keep(self, kept: Sequence[Rows]) -> None:
         """Take the last forward's features at these rows into the context, at the latest before the next draft."""
@@ -70,13 +66,12 @@ class Part:
         self._backlog.flush()
         self._drafted = True
         blocks = [Block(root.token, self._line(root), root.budget, root.depth) for root in roots]
-        graphs, nodes = self._graphs if len(blocks) <= MOST_SEQS else None, 1 + max(root.budget for root in roots)
-        if graphs is not None and shape == self._usual[0] and nodes <= self._usual[1]:
-            found = graphs.draft(blocks)
-        else:  # padded as for a graph, so that candidates are those of its trees, bit for bit
-            padding = graphs.shape(blocks) if graphs is not None else ()
-            asked = self._network.gather(blocks, *padding).to(self._network.device, non_blocking=True)
-            found = frames.first(frames.draft(self._network, asked, self._topk, shape, nodes), len(blocks))
+        nodes = max(self._nodes, *(1 + root.budget for root in roots)) if shape else 0
+        if self._graphs is not None and len(blocks) <= MOST_SEQS:
+            found = self._graphs.draft(blocks, shape, nodes)
+        else:
+            asked = self._network.gather(blocks).to(self._network.device, non_blocking=True)
+            found = frames.draft(self._network, asked, self._topk, shape, nodes)
         return frames.pack(found) if self._answers else None
 
     def _line(self, root: Root) -> torch.Tensor:
