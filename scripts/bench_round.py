@@ -141,12 +141,12 @@ class Track:
         """Its size, what it costs to write and to read, what its forward costs here, and what it costs to choose."""
         frame = msgspec.msgpack.encode(message)
         decoder = msgspec.msgpack.Decoder(ToWorker)
-        logits = self._stub.forward_tokens(message.seqs)
+        logits = self._stub.forward(message.seqs)
         self.samples["nodes"].append(len(logits) / len(message.seqs) - 1)
         self.samples["bytes"].append(len(frame))
         self.samples["encode"] += repeat(lambda: msgspec.msgpack.encode(message), 3)
         self.samples["decode"] += repeat(lambda: decoder.decode(frame), 3)
-        self.samples["stub"] += repeat(lambda: self._stub.forward_tokens(message.seqs), 3)
+        self.samples["stub"] += repeat(lambda: self._stub.forward(message.seqs), 3)
         self.samples["pick"] += repeat(lambda: pick.argmax(logits), 3)
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from kdtp.engine import guard, worker  # noqa: E402
+from kdtp.engine.link import Payload  # noqa: E402
 from kdtp.messages import Forward, FromWorker, Shutdown, ToWorker  # noqa: E402
 from kdtp.model.comm import Comm  # noqa: E402
 from kdtp.model.shard import Shard  # noqa: E402
@@ -36,9 +37,9 @@ class TimedShard(Shard):
 
     launched = 0
 
-    def forward_tokens(self, seqs: list[SeqRows]) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
         """As Shard."""
-        logits = super().forward_tokens(seqs)
+        logits = super().forward(seqs)
         TimedShard.launched = time.monotonic_ns()
         return logits
 
@@ -67,7 +68,7 @@ class TimedWorker(Plain):
         if isinstance(message, Shutdown):
             self._leave_notes()
 
-    def _noted(self, message: FromWorker, frame: bytes | None) -> None:
+    def _noted(self, message: FromWorker, frame: Payload) -> None:
         if isinstance(message, worker.Ids) and message.ids:
             self._steps.append((message.step, self._taken, TimedShard.launched, time.monotonic_ns()))
         self._send(message, frame)

@@ -46,6 +46,7 @@ class StubShard:
     """
 
     model_hash = "stub"
+    best = None
 
     def __init__(self, comm: Comm) -> None:
         self.comm: Comm = Solo()
@@ -61,7 +62,7 @@ class StubShard:
         """In the place of Shard.load; there is nothing to load."""
         return cls(comm)
 
-    def forward_tokens(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
+    def forward(self, seqs: Sequence[SeqRows]) -> torch.Tensor:
         """Logits [R, VOCAB] of the picked rows, [R, VOCAB / size] if chosen together."""
         self.comm = self._ranks if seqs[0].seq >= TOGETHER else Solo()
         width = VOCAB // self.comm.size
