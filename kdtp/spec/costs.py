@@ -93,7 +93,7 @@ class Costs:
         # Whether others took so many times or so many seconds more is not known: it is the less, as who looks dear is
         # never tried. It counts beside a few measured ones, too: one that was by chance longer is not alone.
         factor, more = common
-        return _median([*ratios, min(factor, max(1.0 + more / self._base(size), 0.1))])
+        return _median([*ratios, min(factor, 1.0 + max(more, 0.0) / self._base(size))])
 
     def _of_kind(self, seqs: int, context: int) -> tuple[float, float]:
         """What rounds of a kind, or of the nearest that was measured, take over the curve: how many times, and how many

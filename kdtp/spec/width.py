@@ -217,12 +217,13 @@ class Policy:
 
     def _steps(self, seqs: int, rows: int, most: int, context: int) -> list[tuple[int, float]]:
         """What a round takes, by the most nodes that it has: more need no less, what is measured otherwise is
-        chance."""
+        chance. But for what a chunk takes: some round must run it, with drafts or without."""
         sizes = [self.rounds.padded(rows)]
         while sizes[-1] < rows + most:
             sizes.append(self.rounds.padded(sizes[-1] + 1))
         took = list(itertools.accumulate(reversed(self.rounds.table(seqs, context, sizes)), min))
-        return [(size - rows, seconds) for size, seconds in zip(sizes, reversed(took), strict=True)]
+        chunk = max(0.0, took[-1] - self.rounds.seconds(seqs, seqs, context)) if rows > seqs else 0.0
+        return [(size - rows, seconds - chunk) for size, seconds in zip(sizes, reversed(took), strict=True)]
 
     def learn(self, seqs: int, rows: int, context: int, seconds: float) -> None:
         """What a round of so many sequences and rows took, but for its draft."""

@@ -147,6 +147,16 @@ def test_times_follow_what_is_measured_now():
     assert costs.seconds(1, 9, 0) == pytest.approx(3.0, rel=0.05)  # what was measured long ago is forgotten
 
 
+def test_what_was_not_tried_is_taken_for_the_less_of_two_guesses():
+    """As many times the curve, or as many seconds more; if it is less than the curve, as many times."""
+    for took, others in ((8.0, [2.0, 14.0]), (2.0, [0.5, 5.0])):
+        costs = Costs({1: 1.0, 8: 4.0, 64: 10.0}, lambda rows: rows)
+        for _ in range(12):
+            costs.learn(1, 8, 0, took)
+        assert costs.seconds(1, 8, 0) == pytest.approx(took)
+        assert [costs.seconds(1, rows, 0) for rows in (1, 64)] == pytest.approx(others)
+
+
 def test_a_slow_while_does_not_make_one_width_dearer_than_another():
     """Another program runs now and then, by chance mostly when 9 rows are run: they do not look dearer for long."""
     costs = Costs({1: 1.0, 9: 3.0}, lambda rows: rows)
@@ -282,6 +292,16 @@ def test_a_chunk_of_a_prompt_takes_its_rows():
     tree = a_chain([0.0, *(-0.01 * n for n in range(1, 8))])
     assert until_drafts(policy, 1) == 1
     assert [policy.choose([tree], 1, 1, 1, 1 + chunk, 0, 0.01) for chunk in (0, 3, 4)] == [[7], [4], [3]]
+
+
+def test_what_a_chunk_takes_is_not_held_against_plain_rounds():
+    """It would take that in a plain round, too: the same nodes pay, and drafting pays as much."""
+    rounds = Costs({1: 1.0, 101: 11.0}, int)
+    policy, found = Policy(rounds, Costs({1: 0.1}, int, rounds)), []
+    assert until_drafts(policy, 1) == 1
+    for chunk in (0, 60):
+        found.append((policy.choose([a_chain([0.0, -0.1, -0.2, -3.0])], 1, 1, 1, 1 + chunk, 0, 0.1), policy._hope))
+    assert found[0][0] == found[1][0] and found[0][1][1:] == pytest.approx(found[1][1][1:])
 
 
 def test_a_draft_after_plain_rounds_tells_nothing_of_one_after_another():
