@@ -31,11 +31,6 @@ def draft(network: DFlash, asked: torch.Tensor, k: int, shape: str, nodes: int) 
     return torch.cat([made.tokens.int(), made.parents, made.scores.view(torch.int32), made.counts[:, None]], 1)
 
 
-def first(found: Found, count: int) -> Found:
-    """Of the first blocks alone."""
-    return found[:count] if isinstance(found, torch.Tensor) else Drafted(found.lp[:count], found.ids[:count])
-
-
 def pack(found: Found) -> Frame:
     """What `draft` has found."""
     if isinstance(found, torch.Tensor):

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from kdtp.draft.dflash.frames import Found, draft, first
-from kdtp.draft.dflash.network import Block, DFlash
+from kdtp.draft.dflash.frames import Found, draft
+from kdtp.draft.dflash.network import Block, DFlash, Drafted
 from kdtp.log import logger
 from kdtp.types import power
 
@@ -65,7 +65,8 @@ class Graphs:
         kind = _Drafting(power(len(blocks)), max(SHORTEST, power(self._network.reach(blocks))), shape, nodes)
         found = self._replay(kind, self._network.gather(blocks, kind.seqs, kind.width))
         assert found is not None
-        return first(found, len(blocks))
+        count = len(blocks)
+        return Drafted(found.lp[:count], found.ids[:count]) if isinstance(found, Drafted) else found[:count]
 
     @torch.inference_mode()
     def absorb(self, taken: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> bool:
