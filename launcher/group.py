@@ -7,6 +7,7 @@ polls, and gives a group that has failed 30 s to end; here an end is noticed at 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import selectors
 import signal
@@ -119,7 +120,7 @@ class Group:
         # first thing it does is to say where it was.
         ranks = sorted(self._pids)
         for rank in ranks:
-            self._signal_all([rank], signal.SIGUSR1)
+            self._ask_stacks(rank)
             self._signal_all([rank], signal.SIGCONT)
             self._wait(min(0.2, _DUMP / len(ranks)), lambda: not self._pids)
 
@@ -171,6 +172,15 @@ class Group:
         for rank in ranks:
             if rank in self._pidfds:
                 signal.pidfd_send_signal(self._pidfds[rank], number)
+
+    def _ask_stacks(self, rank: int) -> None:
+        """Ask the rank's main thread: any thread of a woken process may take what is for the process.
+
+        Another one would read the main thread's stack while that runs, and crash before it has said where it is.
+        """
+        pid = self._pids.get(rank)
+        if pid is not None:  # ours until it is reaped: nobody else has the number
+            ctypes.CDLL(None).tgkill(pid, pid, int(signal.SIGUSR1))
 
     def _kill(self) -> None:
         self._signal_all(sorted(self._pids), signal.SIGKILL)

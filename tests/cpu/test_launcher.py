@@ -55,3 +55,40 @@ def test_who_is_named_is_who_was_killed(codes, named):
     group._ends = [*(End(i, 10 + i, code) for i, code in enumerate(codes)), End(LEAD, 9, 70)]
     group._dump()
     assert lines[0].startswith("failed: ") and named in lines[0]
+
+
+BUSY = """
+import faulthandler, signal, threading, time
+
+def aside():
+    while True:
+        time.sleep(1e-4)
+
+def at_work():
+    while True:
+        pass
+
+faulthandler.register(signal.SIGUSR1)
+for _ in range(3):
+    threading.Thread(target=aside, daemon=True).start()
+print("up", flush=True)
+at_work()
+"""
+
+
+def test_stacks_of_a_stopped_rank_are_written_by_its_main_thread(tmp_path):
+    """Others see its frames while they change: a dump of theirs has crashed the process that was to tell."""
+    for _ in range(5):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", BUSY], text=True, **pipes) as rank:
+            rank.stdout.readline()
+            rank.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, rank.pid, os.WSTOPPED)
+            group = Group([], [], 0, "", lambda line: None)
+            group._pids, group._pidfds = {0: rank.pid}, {0: os.pidfd_open(rank.pid)}
+            group._ends = [End(LEAD, 9, 70)]
+            group._dump()
+            rank.kill()
+            teller = rank.stderr.read().split("Current thread")[1].split("\n\n")[0]
+            os.close(group._pidfds[0])
+        assert "in at_work" in teller, teller
