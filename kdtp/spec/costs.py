@@ -15,7 +15,7 @@ _SURPRISES = 5  # newest ones, whose median is the pace
 _LASTS = 0.98  # of what the pace explains is not learned: a pace that stays is usual after a while
 _KNOWN = 3  # times of a kind, after which the next one tells of the pace
 _KEPT = 9  # newest times of a kind, whose median counts
-_STALE = 1000  # rounds of other kinds, after which one is forgotten: who looked dear by chance is looked at again
+_STALE = 1000  # rounds, after which what others did not meet is forgotten: who looked dear by chance is looked at again
 
 
 @dataclass
@@ -25,6 +25,15 @@ class _Times:
     last: int
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     median: float = 1.0
+
+
+@dataclass
+class _Kind:
+    """Of rounds of a kind, whatever their size: when the last one was run, the newest times, their medians."""
+
+    last: int
+    newest: deque[tuple[float, float]]  # over the curve: how many times, and how many seconds more
+    medians: tuple[float, float]
 
 
 class Costs:
@@ -44,24 +53,28 @@ class Costs:
         self._leader, self._pace = leader, 1.0
         self._surprises: deque[float] = deque(maxlen=_SURPRISES)
         self._times: dict[tuple[int, int, int], _Times] = {}  # by sequences, context and size
-        self._newest: dict[tuple[int, int], deque[tuple[float, float]]] = {}  # of all sizes of a kind,
-        self._of_kinds: dict[tuple[int, int], tuple[float, float]] = {}  # and their medians
-        self._round = 0
+        self._kinds: dict[tuple[int, int], _Kind] = {}  # by sequences and context
+        self._rounds = 0  # learned from
 
     @property
     def pace(self) -> float:
         """How many times the usual seconds everything takes now."""
         return self._pace if self._leader is None else self._leader.pace
 
+    @property
+    def _now(self) -> int:
+        """Of the leader's rounds, the number: what is run seldom gets old as all does."""
+        return self._rounds if self._leader is None else self._leader._rounds
+
     def learn(self, seqs: int, rows: int, context: int, seconds: float) -> None:
         """A round took so long."""
-        self._round += 1
-        kind, size = (power(seqs), _context(context)), self.padded(rows)
+        self._rounds += 1
+        kind, size, now = (power(seqs), _context(context)), self.padded(rows), self._now
         times = self._times.get((*kind, size))
         if times is None:  # in the first of a shape something is set up, such as a graph
-            self._times[*kind, size] = _Times(self._round)
+            self._times[*kind, size] = _Times(now)
             return
-        if self._round - times.last > _STALE:
+        if now - times.last > _STALE:
             times.ratios.clear()
         ratio, common = seconds / self._base(size), self._of_kind(*kind)
         if len(times.ratios) >= _KNOWN:  # before, a surprise tells of this kind
@@ -69,11 +82,19 @@ class Costs:
             self._pace = _median(self._surprises)
         ratio /= self.pace**_LASTS
         times.ratios.append(ratio)
-        times.last, times.median = self._round, _median(times.ratios)
-        newest = self._newest.setdefault(kind, deque([common], maxlen=2 * _KEPT - 1))
-        newest.append((ratio, (ratio - 1.0) * self._base(size)))
-        factors, more = zip(*newest, strict=True)
-        self._of_kinds[kind] = _median(factors), _median(more)
+        times.last, times.median = now, _median(times.ratios)
+        known = self._kinds.setdefault(kind, _Kind(now, deque([common], maxlen=2 * _KEPT - 1), common))
+        known.newest.append((ratio, (ratio - 1.0) * self._base(size)))
+        factors, more = zip(*known.newest, strict=True)
+        known.medians = _median(factors), _median(more)
+        self.meet(seqs, context)
+
+    def meet(self, seqs: int, context: int) -> None:
+        """A round of that kind was run. Kinds that were not, for long, are forgotten."""
+        kind, now = (power(seqs), _context(context)), self._now
+        if kind in self._kinds:
+            self._kinds[kind].last = now
+            self._kinds = {each: known for each, known in self._kinds.items() if now - known.last <= _STALE}
 
     def seconds(self, seqs: int, rows: int, context: int) -> float:
         """What a round would take now."""
@@ -87,7 +108,7 @@ class Costs:
 
     def _known(self, times: _Times | None, size: int, common: tuple[float, float]) -> float:
         """What rounds take, over the curve, at the usual pace; common: of their kind."""
-        ratios = times.ratios if times is not None and self._round - times.last <= _STALE else ()
+        ratios = times.ratios if times is not None and self._now - times.last <= _STALE else ()
         if times is not None and len(ratios) == _KEPT:
             return times.median
         # Whether others took so many times or so many seconds more is not known: it is the less, as who looks dear is
@@ -96,15 +117,15 @@ class Costs:
         return _median([*ratios, min(factor, 1.0 + max(more, 0.0) / self._base(size))])
 
     def _of_kind(self, seqs: int, context: int) -> tuple[float, float]:
-        """What rounds of a kind, or of the nearest that was measured, take over the curve: how many times, and how many
+        """What rounds of a kind, or of the nearest that is known, take over the curve: how many times, and how many
         seconds more."""
-        kinds = self._of_kinds
+        kinds = self._kinds
         if not kinds:
             return 1.0, 0.0
         near = seqs, context
         if near not in kinds:
             near = min(kinds, key=lambda k: (abs(math.log2(k[0] / seqs)) + 2 * abs(math.log2(k[1] / context)), k))
-        return kinds[near]
+        return kinds[near].medians
 
     def _base(self, rows: int) -> float:
         """The curve, straight between what was measured and beyond it."""

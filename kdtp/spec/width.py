@@ -229,8 +229,9 @@ class Policy:
         while sizes[-1] < rows + most:
             sizes.append(self.rounds.padded(sizes[-1] + 1))
         took = list(itertools.accumulate(reversed(self.rounds.table(seqs, context, sizes)), min))
-        chunk = max(0.0, took[-1] - self.rounds.seconds(seqs, seqs, context)) if rows > seqs else 0.0
-        return [(size - rows, seconds - chunk) for size, seconds in zip(sizes, reversed(took), strict=True)]
+        least = took[-1]
+        alone = min(least, self.rounds.seconds(seqs, seqs, context)) if rows > seqs else least
+        return [(size - rows, alone + (each - least)) for size, each in zip(sizes, reversed(took), strict=True)]
 
     def learn(self, seqs: int, rows: int, context: int, seconds: float) -> None:
         """What a round of so many sequences and rows took, but for its draft."""
@@ -249,6 +250,8 @@ class Policy:
         hope.pauses.learn(hope.all_spent, 1.0 + came * hope.all_more, loss, asked)
         if not self._rested or seconds < _CLEARLY * self.drafting.seconds(asked, asked, context):
             self.drafting.learn(asked, asked, context, seconds)
+        else:
+            self.drafting.meet(asked, context)
 
     def learn_tree(self, grown: Grown, accepted: Collection[int]) -> None:
         """What became of a tree that was verified."""

@@ -304,6 +304,39 @@ def test_what_a_chunk_takes_is_not_held_against_plain_rounds():
     assert found[0][0] == found[1][0] and found[0][1][1:] == pytest.approx(found[1][1][1:])
 
 
+def test_a_chunk_that_takes_far_longer_leaves_a_time():
+    """So much longer that their difference rounds to nothing: a round's seconds are above 0 all the same."""
+    rounds = Costs({1: 1e-9, 64: 1e9}, int)
+    policy = Policy(rounds, Costs({1: 1e-9}, int, rounds))
+    assert until_drafts(policy, 1) == 1
+    assert policy.choose([a_chain([0.0, -0.1])], 1, 1, 1, 65, 0, 1e-9) == [1]
+    assert 0.0 < policy._hope.spent < math.inf
+
+
+@pytest.mark.parametrize("asking", [8, 40])
+def test_drafts_that_were_dear_for_a_while_are_made_again(asking):
+    """Another program in the drafter's way: trials of few find it gone, and drafts for all do not stay dear."""
+    rounds = Costs({1: 1.0, 64: 1.2, 128: 2.0}, int)
+    policy, tree = Policy(rounds, Costs({1: 0.2}, int, rounds)), a_chain([0.0, -0.2, -0.4])
+
+    def share(dearer, count):
+        """Of the last quarter, rounds in which all are drafted for."""
+        drafted = []
+        for _ in range(count):
+            asked = policy.drafts(asking)
+            drafted.append(asked == asking)
+            sizes = policy.choose([tree] * asked, asked, asking, asking, asking, 0, 0.2 * dearer) if asked else []
+            if asked:
+                policy.learn_draft(asked, 0, 0.2 * dearer, sum(sizes) * 3 // 4)
+            rows = asking + sum(sizes)
+            policy.learn(asking, rows, 0, rounds._base(rows))
+        return sum(drafted[-count // 4 :]) / (count // 4)
+
+    assert share(1.0, 200) > 0.9
+    assert share(30.0, 200) < 0.1
+    assert share(1.0, 2000) > 0.9
+
+
 def test_a_draft_after_plain_rounds_tells_nothing_of_one_after_another():
     """It takes in what they have left, too: that is a loss of the trial, and no part of what drafts for all cost."""
     rounds = Costs({1: 1.0, 64: 1.0}, int)
