@@ -21,7 +21,7 @@ from kdtp.types import power
 
 BINS = 33  # of scores, a quarter of a nat each; the last has all that are lower
 _LOWEST = -8.0
-_TRUST = 2.0  # accepted tokens that the drafter's own word counts for
+_TRUST = 2.0  # expected tokens that what is known of higher scores counts for; of the highest, the drafter's word
 _FADE = 0.998  # per tree, of what was learned
 _TRIED = 3  # nodes, at least, of a trial
 _NEWEST = 0.05  # how much a round of one tree counts in the gain, more of them by the root of their number,
@@ -83,7 +83,11 @@ def allot(
 
 class Calibration:
     """What a drafter's scores are worth: accepted over expected, by about how low they are. At the same score it makes
-    no difference how deep a node is."""
+    no difference how deep a node is.
+
+    Until it is known of a bin, it is as of the one above: a drafter that says too little of its first nodes does so of
+    the next, and else they would never be tried.
+    """
 
     def __init__(self) -> None:
         self._accepted = [0.0] * BINS
@@ -105,8 +109,10 @@ class Calibration:
         for node in accepted:
             if node:
                 self._accepted[_bin(scores[node])] += 1.0
-        both = zip(self._accepted, self._expected, strict=True)
-        self._ratios = [(accepted + _TRUST) / (expected + _TRUST) for accepted, expected in both]
+        self._ratios, ratio = [], 1.0
+        for came, expected in zip(self._accepted, self._expected, strict=True):
+            ratio = (came + _TRUST * ratio) / (expected + _TRUST)
+            self._ratios.append(ratio)
 
 
 def _bin(score: float) -> int:

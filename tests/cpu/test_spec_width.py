@@ -112,7 +112,27 @@ def test_what_scores_are_worth_is_learned(factor):
         calibration.learn(grown.scores, path)
     found = calibration.worth(grown.scores)
     assert found == pytest.approx([1.0, 0.55 * factor, 0.55 * 0.8 * factor], rel=0.15)
-    assert calibration.worth([-6.0, -9.0, -99.0]) == pytest.approx([math.exp(s) for s in (-6.0, -9.0, -99.0)])  # unseen
+    unseen = -6.0, -9.0, -99.0
+    assert calibration.worth(unseen) == pytest.approx([math.exp(s) * factor for s in unseen], rel=0.15)
+
+
+def test_a_drafter_that_says_too_little_is_given_wider_trees():
+    """It says half of what it is right: nodes that its first ones would make look dear are tried, and kept."""
+    rounds = Costs({1: 1.0, 201: 3.0}, int)
+    policy, rng = Policy(rounds, Costs({1: 0.2}, int, rounds)), random.Random(4)
+    tree, nodes = a_chain([n * math.log(0.5) for n in range(8)]), []
+    for _ in range(400):
+        sizes = []
+        if asked := policy.drafts(8):
+            sizes = policy.choose([tree] * asked, asked, 8, 8, 8, 0, 0.2)
+            paths = [next((n for n in range(size) if rng.random() > 0.85), size) for size in sizes]
+            policy.learn_draft(asked, 0, 0.2, sum(paths))
+            for size, path in zip(sizes, paths, strict=True):
+                policy.learn_tree(tree.cut(size), range(path + 1))
+        rows = 8 + sum(sizes)
+        policy.learn(8, rows, 0, rounds._base(rows))
+        nodes.append(sum(sizes))
+    assert sum(nodes[-100:]) / 800 > 5.0  # not 3
 
 
 def test_what_is_never_right_is_worth_little():
