@@ -134,14 +134,16 @@ class ModelConfig:
         return tuple(i >= self.first_k_dense_replace for i in range(self.num_hidden_layers))
 
     def legal_tp(self) -> list[int]:
-        """Tensor-parallel sizes that split heads and every MLP width evenly (the vocabulary is padded)."""
+        """Tensor-parallel sizes that split heads and every MLP width evenly, and leave no rank without token ids (the
+        vocabulary is padded)."""
         widths = [self.num_attention_heads]
         if self.first_k_dense_replace > 0:
             widths.append(self.intermediate_size)
         if self.first_k_dense_replace < self.num_hidden_layers:
             widths.append(self.moe_intermediate_size)
         most = min(*widths, _MOST_RANKS)
-        return [n for n in range(1, most + 1) if all(width % n == 0 for width in widths)]
+        even = [n for n in range(1, most + 1) if all(width % n == 0 for width in widths)]
+        return [n for n in even if (n - 1) * -(-self.vocab_size // n) < self.vocab_size]
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], source: str) -> ModelConfig:

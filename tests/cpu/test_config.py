@@ -179,6 +179,13 @@ def test_the_largest_legal_model_is_handled_at_once() -> None:
     assert len(parameters(config)) > 10_000
 
 
+def test_every_rank_has_token_ids() -> None:
+    """Four ranks have 3 of 9 ids each, so the last would have none: its head multiplied nothing, which failed."""
+    config = dataclasses.replace(model(), num_attention_heads=4, intermediate_size=8, moe_intermediate_size=8)
+    legal = {vocab: dataclasses.replace(config, vocab_size=vocab).legal_tp() for vocab in (9, 10, 3, 1)}
+    assert legal == {9: [1, 2], 10: [1, 2, 4], 3: [1, 2], 1: [1]}
+
+
 def test_a_file_s_layers_are_refused_before_they_are_counted() -> None:
     metadata = {f"model.{key}": value for key, value in MOE.items() if key != "rope_scaling"}
     with pytest.raises(ConfigError, match=r"^f\.kdtr: num_hidden_layers = 1099511627776: must be 1\.\.1024$"):
