@@ -39,12 +39,11 @@ class _Absorbing(NamedTuple):
 
 @dataclass
 class _Captured:
-    """What a graph reads, what it leaves behind, and the call that it replays."""
+    """What a graph reads, and what it leaves behind."""
 
     buffer: torch.Tensor
     found: Found | None
     graph: torch.cuda.CUDAGraph
-    call: Callable[[], Found | None]
 
 
 class Graphs:
@@ -111,7 +110,7 @@ class Graphs:
         # Other threads may do as they like meanwhile: NCCL's watchdog does.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             found = call()
-        self._captured[kind] = _Captured(buffer, found, graph, call)
+        self._captured[kind] = _Captured(buffer, found, graph)
         logger.info("drafter's graph %s: %.0f ms", kind, 1000 * (time.perf_counter() - began))
 
     def _drafting(self, kind: _Drafting) -> tuple[torch.Tensor, Callable[[], Found]]:
