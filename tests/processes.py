@@ -29,6 +29,12 @@ def until(condition: Callable[[], object], seconds: float, what: str = "conditio
     return time.monotonic() - started
 
 
+def hears(process: psutil.Process, number: int) -> bool:
+    """Whether a signal calls a handler of the process, rather than end it."""
+    (caught,) = (line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigCgt" in line)
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def start(command: Sequence[object], log: Path) -> subprocess.Popen[str]:
     """A program in a session of its own: without input, its output piped, its errors in `log`."""
     with log.open("w") as errors:

@@ -24,7 +24,7 @@ from kdtp.messages import Failed, Finished, Submit, Tokens
 from kdtp.types import SamplingParams
 from tests.dflash import drafter_folder, spoilt
 from tests.dflash_cases import V1
-from tests.processes import REFS, TINY, Running, collect, kdtp, until
+from tests.processes import REFS, TINY, Running, collect, hears, kdtp, until
 
 LONG = SamplingParams(max_tokens=490, ignore_eos=True)
 EXIT_FAULT = 70
@@ -73,8 +73,8 @@ def test_worker_killed(tmp_path):
             end, _ = terminal(engine.client, request)
             assert isinstance(end, Failed) and end.code == "engine"
             assert f"rank 1 (pid {victim.pid}) ended" in end.message
-        assert time.monotonic() - killed < 2.0
-        assert engine.end(5.0) == EXIT_FAULT
+        assert time.monotonic() - killed < 8.0, "before the step's deadline"
+        assert engine.end(10.0) == EXIT_FAULT
         check_gone(engine)
         assert f"rank 1 (pid {victim.pid}) was killed by SIGKILL" in engine.text()
 
@@ -96,10 +96,10 @@ def test_worker_stopped(tmp_path, idle):
         for request in requests:
             end, _ = terminal(engine.client, request)
             assert isinstance(end, Failed) and "rank 0" in end.message and "T (stopped)" in end.message
-            assert 1.0 < time.monotonic() - stopped < 4.0
+            assert time.monotonic() - stopped < 20.0, "a busy machine's deadline is 10 times what a step takes there"
         if idle:  # a client that asks all the time keeps nobody from looking after the ranks
             with pytest.raises(EngineDead):
-                while time.monotonic() < stopped + 6.0:
+                while time.monotonic() < stopped + 20.0:
                     engine.status()
                     time.sleep(0.05)
         assert engine.end(8.0) == EXIT_FAULT
@@ -123,7 +123,6 @@ def test_worker_that_drafts_is_lost(tmp_path, stopped):
         end, seconds = terminal(engine.client, request)
         assert isinstance(end, Failed) and end.code == "engine" and "rank 1" in end.message
         assert ("T (stopped)" if stopped else f"pid {victim.pid}) ended") in end.message
-        # By the deadline, which on a busy machine is 10 times as long as such a step takes.
         assert seconds < 20.0 and engine.end(8.0) == EXIT_FAULT
         check_gone(engine)
 
@@ -153,9 +152,9 @@ def test_coordinator_killed(tmp_path):
         assert "the lead" in engine.text() and "SIGKILL" in engine.text()
 
 
-@pytest.mark.parametrize(("tp", "ready"), [(2, False), (1, True), (2, True)])
-def test_launcher_killed(tmp_path, tp, ready):
-    with Running(tmp_path, tp=tp, wait=ready) as engine:
+@pytest.mark.parametrize("ready", [False, True])
+def test_launcher_killed(tmp_path, ready):
+    with Running(tmp_path, wait=ready) as engine:
         if ready:
             start_long(engine)
         else:  # while its children import torch
@@ -196,35 +195,34 @@ def test_told_to_end_while_generating(tmp_path):
     """By a hangup; by SIGTERM above, by Ctrl-C in test_cli_generate.py."""
     with Running(tmp_path) as engine:
         requests = start_long(engine, 2)
-        started = time.monotonic()
         engine.process.send_signal(signal.SIGHUP)
         for request in requests:
             end, _ = terminal(engine.client, request)
             assert isinstance(end, Failed) and end.code == "shutdown"
-        assert engine.end(3.0) == 0
-        assert time.monotonic() - started < 3.0
-        check_gone(engine, 1.0)
+        assert engine.end(10.0) == 0
+        check_gone(engine)
         assert "Traceback" not in engine.text()
 
 
-# Early they have handlers of their own: Python's, or those of `kdtp`. Later it is one for both.
 @pytest.mark.parametrize(
-    ("number", "after"),
+    ("number", "processes", "after"),
     [
-        (signal.SIGTERM, 0.4),
-        (signal.SIGINT, 0.4),
-        (signal.SIGINT, 1.5),
-        (signal.SIGTERM, 3.0),
-        (signal.SIGINT, 4.5),
+        (signal.SIGTERM, 1, 0.0),
+        (signal.SIGINT, 1, 0.0),
+        (signal.SIGINT, 1, 1.0),  # it imports torch
+        (signal.SIGTERM, 4, 0.0),
+        (signal.SIGINT, 4, 1.5),  # the others do
     ],
 )
-def test_told_to_end_while_starting(tmp_path, number, after):
+def test_told_to_end_while_starting(tmp_path, number, processes, after):
     with Running(tmp_path, wait=False) as engine:
+        until(lambda: hears(engine.launcher, signal.SIGTERM), 20, "the first lines of `kdtp engine`")
+        until(lambda: len(engine.family()) >= processes, 60, "processes")
         time.sleep(after)
         engine.family()
         engine.process.send_signal(number)
-        assert engine.end(3.0) == 0, engine.text()
-        check_gone(engine, 1.0)
+        assert engine.end(20.0) == 0, engine.text()  # a library that is being loaded is waited for
+        check_gone(engine)
         assert "Traceback" not in engine.text()
 
 

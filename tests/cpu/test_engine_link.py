@@ -108,7 +108,7 @@ class Peer:
 
     def hear(self, kind):
         if self.lane is None:
-            assert self.socket.poll(5000), "nothing came"
+            assert self.socket.poll(20_000), "nothing came"
             return msgspec.msgpack.decode(self.socket.recv(), type=kind)
         got = []
         until(lambda: got.append(self.lane.receive()) or got[-1])
@@ -120,7 +120,7 @@ def hello(rank=0, **changes):
     return Hello(**{**values, **changes})
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen"
@@ -228,7 +228,7 @@ def test_a_rank_that_reads_nothing_is_a_fault_at_the_deadline(context, folder):
     started = time.monotonic()
     fleet.dismiss("the end")
     fleet.close()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 10.0
 
 
 def test_messages_larger_than_a_sockets_buffers_go_both_ways(context, folder):
@@ -279,7 +279,7 @@ def test_a_rank_is_told_to_end_before_it_hears_that_the_coordinator_has(context,
 
 
 def test_a_busy_fleet_sleeps_after_a_while_and_notices_all_that_an_idle_one_does(context, folder):
-    fleet, _, peer = ready_fleet(context, folder, busy=True, step_timeout=0.3)
+    fleet, _, peer = ready_fleet(context, folder, busy=True)
     answer(peer, Ids(EPOCH, 1, 0, ()))
     assert fleet.forward([])[0].ids == ()
     late = threading.Timer(0.15, lambda: peer.say(b"\xc1", b"") or peer.say(Ids(EPOCH, 2, 0, ())))
@@ -288,8 +288,10 @@ def test_a_busy_fleet_sleeps_after_a_while_and_notices_all_that_an_idle_one_does
     assert fleet.forward([])[0].ids == ()  # long after it fell asleep
     assert time.thread_time() - cpu < 0.1
     late.join()
-    with pytest.raises(EngineFault, match="step 3 not answered in time by rank 0"):
-        fleet.forward([])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet, "_step_timeout", 0.3)
+        with pytest.raises(EngineFault, match="step 3 not answered in time by rank 0"):
+            fleet.forward([])
     end = threading.Timer(0.01, peer.lane.close)
     end.start()
     with pytest.raises(EngineFault, match="rank 0 closed its lane"):
@@ -377,8 +379,9 @@ def test_a_dead_process_is_a_fault_at_once(context, folder):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_ranks_that_end_the_one_that_said_nothing_is_named(context, folder, first):
+def test_of_ranks_that_end_the_one_that_said_nothing_is_named(context, folder, first, monkeypatch):
     """Rank 1 dies; rank 0 fails in their collective, says so and ends, perhaps before the kernel is done with it."""
+    monkeypatch.setattr("kdtp.engine.fleet._MOMENT", 20.0)  # it is over once the other one has ended
     links = [ZmqLink(context, folder, rank) for rank in (0, 1)]
     fleet = Fleet(links, EPOCH, 5.0)
     pids = [os.fork() or time.sleep(60) or os._exit(0) for _ in links]
@@ -591,8 +594,10 @@ def test_an_engine_says_how_long_it_may_be_silent(context, folder):
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_last_words_may_come_behind_the_news_of_the_end(context, folder, told):
+def test_last_words_may_come_behind_the_news_of_the_end(context, folder, told, monkeypatch):
     """The engine has sent them, but a thread of ZeroMQ's still has to read them."""
+    if told:
+        monkeypatch.setattr("kdtp.engine.rpc._LAST_WORDS", 20_000)
     engine = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     server = Server(context, rundir.endpoint(folder, "rpc"))
     client = Client(rundir.endpoint(folder, "rpc"))

@@ -12,10 +12,14 @@ import pytest
 
 from launcher.group import LEAD, End, Group
 from tests.conftest import ROOT
+from tests.processes import until
 
 DEAF = """
 import signal, sys
+from launcher import group as launched
 from launcher.group import Group
+
+launched._LEAVE = launched._DUMP = 0.1
 
 class Deaf(Group):
     def _signal_all(self, ranks, number):
@@ -65,22 +69,23 @@ def aside():
         time.sleep(1e-4)
 
 def at_work():
+    print("up", flush=True)
     while True:
         pass
 
 faulthandler.register(signal.SIGUSR1)
 for _ in range(3):
     threading.Thread(target=aside, daemon=True).start()
-print("up", flush=True)
 at_work()
 """
 
 
 def test_stacks_of_a_stopped_rank_are_written_by_its_main_thread(tmp_path):
     """Others see its frames while they change: a dump of theirs has crashed the process that was to tell."""
-    for _ in range(5):
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen([sys.executable, "-c", BUSY], text=True, **pipes) as rank:
+    for i in range(5):
+        log = tmp_path / str(i)
+        command = [sys.executable, "-c", BUSY]
+        with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as rank:
             rank.stdout.readline()
             rank.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, rank.pid, os.WSTOPPED)
@@ -88,7 +93,8 @@ def test_stacks_of_a_stopped_rank_are_written_by_its_main_thread(tmp_path):
             group._pids, group._pidfds = {0: rank.pid}, {0: os.pidfd_open(rank.pid)}
             group._ends = [End(LEAD, 9, 70)]
             group._dump()
+            until(lambda log=log: log.read_text().endswith("in <module>\n"), 20, "its stacks, the main thread's last")
             rank.kill()
-            teller = rank.stderr.read().split("Current thread")[1].split("\n\n")[0]
             os.close(group._pidfds[0])
+        teller = log.read_text().split("Current thread")[1].split("\n\n")[0]
         assert "in at_work" in teller, teller

@@ -222,7 +222,7 @@ def test_ended_requests_leave_nothing(tp):
         got: list[object] = []
         for event in engine.stream((1, 2), long, cancelled=lambda: len(got) >= 3):
             got.append(event)
-        assert isinstance(got[-1], Finished) and got[-1].reason == "cancelled" and len(got) < 100
+        assert isinstance(got[-1], Finished) and got[-1].reason == "cancelled" and len(got) < 400
         # While the prompt is read there are no tokens yet; it is heard all the same.
         got = list(engine.stream(tuple(range(480)), long, cancelled=lambda: True))
         assert len(got) == 1 and isinstance(got[0], Finished) and got[0].usage.completion_tokens == 0
