@@ -138,15 +138,16 @@ class Service:
 
 
 class Reader(threading.Thread):
-    """A client that reads one stream to its end."""
+    """A client that reads one stream to its end. start: at once, or when `start` is called."""
 
-    def __init__(self, service: Service, body: dict) -> None:
+    def __init__(self, service: Service, body: dict, start: bool = True) -> None:
         super().__init__()
         self.client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0)
         self.body = body
         self.chunks: list = []
         self.error: Exception | None = None
-        self.start()
+        if start:
+            self.start()
 
     def run(self) -> None:
         try:

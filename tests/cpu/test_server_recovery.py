@@ -21,9 +21,12 @@ WHOLE = {"prompt": [9, 8], "max_tokens": 80, "temperature": 0.7, "seed": 2, "n":
 
 
 def under_way(*readers: Reader) -> None:
-    for reader in readers:
-        before = len(reader.chunks)
-        until(lambda r=reader, n=before: len(r.chunks) > n + 5, 60, "the stream goes on")
+    before = [len(reader.chunks) for reader in readers]
+
+    def go_on() -> bool:
+        return all(len(reader.chunks) > count + 5 for reader, count in zip(readers, before, strict=True))
+
+    until(go_on, 60, "the streams go on")
 
 
 def test_an_engine_that_dies_is_no_end(tmp_path):
@@ -39,7 +42,7 @@ def test_an_engine_that_dies_is_no_end(tmp_path):
         readers = [Reader(service, SAMPLED), Reader(service, GREEDY)]
         under_way(*readers)
         service.find("host").kill()
-        until(lambda: service.health()[1]["state"] == "restarting", 3, "health tells the truth")
+        until(lambda: service.health()[1]["state"] == "restarting", 20, "health tells the truth")
         status, answer, headers = service.call("POST", "/v1/completions", {"prompt": "x"})
         assert (status, answer["error"]["code"]) == (503, "restarting") and headers["retry-after"]
         for reader, truth in zip(readers, alone, strict=False):
@@ -52,7 +55,7 @@ def test_an_engine_that_dies_is_no_end(tmp_path):
         assert whole[0].usage.completion_tokens == alone[2].usage.completion_tokens == 160
         assert service.health()[1]["restarts"] == 1
 
-        last = [Reader(service, SAMPLED), Reader(service, GREEDY)]
+        last = [Reader(service, body | {"max_tokens": 500}) for body in (SAMPLED, GREEDY)]
         under_way(*last)
         service.find("worker").kill()  # once too often
         for reader in last:
@@ -77,7 +80,8 @@ def test_a_full_queue_and_an_end_by_two_signals(tmp_path):
         service.find("host").suspend()  # so that both come at once
         for asker in askers:
             asker.start()
-        time.sleep(0.5)
+        until(lambda: len(service.call("GET", "/v1/requests")[1]["data"]) == 2, 20, "both are there")
+        time.sleep(0.5)  # and sent
         service.find("host").resume()
         for asker in askers:
             asker.join(20)
@@ -90,7 +94,7 @@ def test_a_full_queue_and_an_end_by_two_signals(tmp_path):
         until(lambda: long.chunks and short.chunks, 30, "under way")
         service.family()
         service.process.send_signal(signal.SIGHUP)
-        until(lambda: service.health()[1]["state"] == "draining", 2, "draining")
+        until(lambda: service.health()[1]["state"] == "draining", 20, "draining")
         assert service.call("POST", "/v1/completions", {"prompt": "x"})[0] == 503
         short.join(30)
         assert short.reasons() == ["length"] and short.error is None
