@@ -176,15 +176,8 @@ def refused():
     ids=["Ctrl-C", "SIGTERM", "a dead engine", "an unsound drafter"],
 )
 def test_what_was_measured_before_an_end_is_shown(end, code, words, corpus, tmp_path, capsys, monkeypatch):
-    measure, left, picture = accept.Bench._measure, [4], tmp_path / "accept.png"
-
-    def ends(self, engine, way, temperature):
-        if not left[0]:
-            end()
-        left[0] -= 1
-        return measure(self, engine, way, temperature)
-
-    monkeypatch.setattr(accept.Bench, "_measure", ends)
+    picture = tmp_path / "accept.png"
+    end_after(monkeypatch, 4, end)
     before = signal.getsignal(signal.SIGTERM)
     flags = ["bench", "accept", *SMALL, "--corpus", str(corpus), "--drafter", "ngram", "--png", str(picture)]
     assert main(flags) == code and signal.getsignal(signal.SIGTERM) == before
@@ -192,13 +185,29 @@ def test_what_was_measured_before_an_end_is_shown(end, code, words, corpus, tmp_
     assert error.endswith(f"{words}\n4 of 6 rows were measured\n")
     assert out.count("12 behind each; PARTIAL, 4 of 6 rows, T =") == 2 and "8 of 8 texts are plain decoding's" in out
     assert out.count("chain") == 4 and "tree" not in out and picture.exists()
-    left[0] = 1
-    assert main([*flags, "--json"]) == code
+
+
+def end_after(monkeypatch, rows, end):
+    """Let something end it when so many rows were measured; from then on at once."""
+    measure, left = accept.Bench._measure, iter(range(rows))
+
+    def ends(self, engine, way, temperature):
+        if next(left, None) is None:
+            end()
+        return measure(self, engine, way, temperature)
+
+    monkeypatch.setattr(accept.Bench, "_measure", ends)
+
+
+def test_an_end_after_one_row_and_before_any(corpus, capsys, monkeypatch):
+    flags = ["bench", "accept", *SMALL, "--corpus", str(corpus), "--drafter", "ngram"]
+    end_after(monkeypatch, 1, dies)
+    assert main([*flags, "--json"]) == 70
     found = json.loads(capsys.readouterr().out)
     assert not found["complete"] and [point["method"] for point in found["points"]] == ["AR"]
-    assert main(flags) == code
+    assert main(flags) == 70
     out, error = capsys.readouterr()
-    assert out == "" and error.endswith(f"{words}\n0 of 6 rows were measured\n")
+    assert out == "" and error.endswith("rank 1 ended\n0 of 6 rows were measured\n")
 
 
 @pytest.mark.parametrize(

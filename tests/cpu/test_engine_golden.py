@@ -62,6 +62,8 @@ def test_every_method_gives_the_golden_tokens(ranks, record_property):
         "wrong tree": oracle(budget=9, hit=(0.0,)),
         "ngram": DrafterConfig("ngram"),
     }
+    if ranks.config.tp == 4:
+        methods = {name: methods[name] for name in ("AR", "tree", "partial tree")}
     plain = None
     for method, drafter in methods.items():
         (done,) = ranks.run([golden.prompt], greedy(count), drafter, known)
@@ -124,7 +126,7 @@ def check_batches(ranks: Harness, alone, params, cases: int, seed: int) -> None:
 
 
 def test_random_drafts_and_batches(ranks):
-    cases = {1: 30, 2: 8, 4: 3}[ranks.config.tp]
+    cases = {1: 16, 2: 8, 4: 3}[ranks.config.tp]
     params = greedy(14)
     check_batches(ranks, texts(ranks, params), params, cases, seed=ranks.config.tp)
 

@@ -1,10 +1,7 @@
 """Collectives: sums in rank order, and two real processes over gloo."""
 
+import os
 import socket
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +9,9 @@ from compare import assert_same_bits
 from model_cases import GOLDEN, Ranks
 
 from kdtp.model.comm import Solo, connect, sum_in_order
+from kdtp.model.shard import Shard
 from kdtp.types import SeqRows
-
-TESTS = Path(__file__).resolve().parent
+from tests import apart
 
 
 def test_sums_go_from_rank_to_rank():
@@ -37,15 +34,8 @@ def test_one_rank_needs_no_group():
     assert_same_bits(comm.all_gather(x), x[None])
 
 
-RANK = """
-    import os
-    import sys
-    import torch
-    from kdtp.model.comm import connect
-    from kdtp.model.shard import Shard
-    from kdtp.types import SeqRows
-
-    rank, out = int(sys.argv[1]), sys.argv[2]
+def check_rank(rank, out):
+    """One of two ranks."""
     comm = connect("cpu", rank, 2, 30.0)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         x = torch.tensor([[1, 2, 3]], dtype=dtype) * (rank + 1)
@@ -53,55 +43,46 @@ RANK = """
         assert comm.all_reduce(x).tolist() == [[3, 6, 9]], dtype
         assert comm.all_gather(x[:, 1:2].T).tolist() == [[[2]], [[4]]]
     assert comm.all_gather(torch.empty(0, 4)).shape == (2, 0, 4)
-    shard = Shard.load(sys.argv[3], comm, "float32", 4, lambda done, total: None)
+    shard = Shard.load(GOLDEN["model_v3"], comm, "float32", 4, lambda done, total: None)
     logits = shard.forward_tokens([SeqRows(0, 0, tuple(range(20)), tuple(range(-1, 19)), 20, (2,))])
     full = torch.cat(list(comm.all_gather(logits)), 1)
     torch.save((full, comm.all_gather(full), shard.vocab_start), out)
-    os._exit(0)  # as workers leave: torch's teardown may abort while the other rank is in its own
-"""
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+@pytest.fixture
+def meeting(monkeypatch):
+    """Where ranks meet, as torchrun tells them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
 
 
-def start(tmp_path, rank, port, code=RANK):
-    script = tmp_path / "rank.py"
-    script.write_text(textwrap.dedent(code))
-    environment = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(TESTS.parent.parent),
-    }
-    out = tmp_path / f"{rank}.pt"
-    command = [sys.executable, str(script), str(rank), str(out), str(GOLDEN["model_v3"])]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True), out
+def test_two_processes_equal_two_threads_bit_for_bit(tmp_path, meeting):
+    outs = [tmp_path / f"{rank}.pt" for rank in (0, 1)]
 
+    def both():
+        other = os.fork()
+        rank = int(other == 0)
+        check_rank(rank, outs[rank])
+        if rank == 1:
+            os._exit(0)  # as workers leave: torch's teardown may abort while the other rank is in its own
+        assert os.waitpid(other, 0)[1] == 0
 
-def test_two_processes_equal_two_threads_bit_for_bit(tmp_path):
-    port = free_port()
-    runs = [start(tmp_path, rank, port) for rank in (0, 1)]
-    for process, _ in runs:
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 0, stderr
+    apart.run(both, 60)
     ranks = Ranks(GOLDEN["model_v3"], 2)
     want = ranks.run(0, 0, range(20))
-    for rank, (_, out) in enumerate(runs):
+    for rank, out in enumerate(outs):
         full, from_both, vocab_start = torch.load(out)
         assert_same_bits(full[:, : want.shape[1]], want)
         assert torch.equal(from_both[0], from_both[1])
         assert vocab_start == ranks.shards[rank].vocab_start
 
 
-def test_a_missing_peer_is_an_error_after_the_timeout(tmp_path):
-    code = RANK.replace("30.0", "1.0")
-    process, _ = start(tmp_path, 0, free_port(), code)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "Error" in stderr
+def test_a_missing_peer_is_an_error_after_the_timeout(meeting):
+    with pytest.raises(AssertionError, match=r"Error: .*[Tt]imed? ?out"):
+        apart.run(lambda: connect("cpu", 0, 2, 1.0), 60)
 
 
 def test_tokens_outside_the_vocabulary_and_double_sequences():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -157,9 +158,17 @@ def test_ctrl_c_twice_in_an_answer_leaves(model):
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 15)
 
 
-def piped(model: Path, lines: str, *flags: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kdtp", "chat", "--model", model, "--threads", 1, *flags]
-    return subprocess.run(list(map(str, command)), input=lines, capture_output=True, text=True, timeout=LONGEST)
+@pytest.fixture
+def piped(capsys, monkeypatch, model):
+    """A conversation through a pipe, in this process: its lines and flags -> what is answered, and what is told."""
+
+    def talk(lines: str, *flags: object) -> tuple[str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        assert main(["chat", "--model", str(model), "--threads", "1", *map(str, flags)]) == 0
+        return capsys.readouterr()
+
+    return talk
 
 
 def alone(capsys, model: Path, word: str) -> str:
@@ -172,7 +181,9 @@ def alone(capsys, model: Path, word: str) -> str:
 @pytest.mark.timeout(150)
 def test_through_a_pipe(capsys, model):
     """Answers only on stdout; the second depends on the first, and after /reset it does not."""
-    done = piped(model, "one\ntwo\n\n/reset\ntwo\n/exit\nnever\n", "--max-tokens", 12)
+    command = [sys.executable, "-m", "kdtp", "chat", "--model", model, "--threads", 1, "--max-tokens", 12]
+    lines = "one\ntwo\n\n/reset\ntwo\n/exit\nnever\n"
+    done = subprocess.run(list(map(str, command)), input=lines, capture_output=True, text=True, timeout=LONGEST)
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert len(re.findall(r"\[12 tokens, [\d.]+ tokens/s, 1.00 per round\]", done.stderr)) == 3
     first, second = (alone(capsys, model, word) for word in ("one", "two"))
@@ -181,28 +192,24 @@ def test_through_a_pipe(capsys, model):
     assert middle.strip("\n") and middle.strip("\n") != second.strip("\n")
 
 
-@pytest.mark.timeout(100)
-def test_a_conversation_that_becomes_too_long(model):
-    done = piped(model, "x" * 3000 + "\nshort\n" + "y" * 3000 + "\n", "--max-tokens", 5, "--drafter", "ngram")
-    assert done.returncode == 0
-    lines = done.stderr.splitlines()
+def test_a_conversation_that_becomes_too_long(model, piped):
+    _, told = piped("x" * 3000 + "\nshort\n" + "y" * 3000 + "\n", "--max-tokens", 5, "--drafter", "ngram")
+    lines = told.splitlines()
     room = "there is room for 512; /reset begins a new one"
     assert [room in line or line.startswith("[5 tokens") for line in lines[-3:]] == [True] * 3
     # One without --max-tokens uses what is left, and not more.
-    done = piped(model, "x" * 400 + "\n")
-    count = int(re.search(ENDED, done.stderr).group(1))
+    _, told = piped("x" * 400 + "\n")
+    count = int(re.search(ENDED, told).group(1))
     tokenizer = load(model.parent)
     chat = template.load(tokenizer)
     prompt = tokenizer.encode_parts(chat.render([{"role": "user", "content": "x" * 400}]))
     assert 0 < count <= 512 - len(prompt)
 
 
-@pytest.mark.timeout(100)
-def test_stop_strings(model):
-    whole = piped(model, "one\n", "--max-tokens", 40).stdout
+def test_stop_strings(piped):
+    whole, _ = piped("one\n", "--max-tokens", 40)
     stop = whole[20:23]
-    done = piped(model, "one\n", "--max-tokens", 40, "--stop", stop)
-    assert done.stdout == whole[: whole.index(stop)] + "\n"
+    assert piped("one\n", "--max-tokens", 40, "--stop", stop)[0] == whole[: whole.index(stop)] + "\n"
 
 
 CALL = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"

@@ -15,7 +15,7 @@ from kdtp.text.template import ChatTemplate
 from kdtp.text.tokenizer import Part, Tokenizer, load
 from tests import text_folders as folders
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 
 # Keys in order, as Kimi's templates get them.
 TOOLS = [
