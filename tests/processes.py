@@ -109,8 +109,8 @@ class Running:
         """Processes of this engine that still run."""
         return [p for p in self.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
-    def end(self, seconds: float) -> int:
-        """The exit code, which must come within `seconds`."""
+    def end(self, seconds: float = 20.0) -> int:
+        """The exit code, which must come within `seconds`: that nobody waits for ever, on a busy machine either."""
         until(lambda: self.process.poll() is not None, seconds, "exit")
         return self.process.returncode
 

@@ -113,7 +113,7 @@ class Service:
     def text(self) -> str:
         return self.log.read_text()
 
-    def end(self, number: int = signal.SIGTERM, seconds: float = 10.0) -> int:
+    def end(self, number: int = signal.SIGTERM, seconds: float = 30.0) -> int:
         """Tell it to end; the exit code."""
         self.family()
         self.process.send_signal(number)
@@ -130,7 +130,7 @@ class Service:
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(30)
         assert self.process.stdout is not None
         self.process.stdout.close()
         if error[0] is not None:

@@ -32,7 +32,7 @@ def test_what_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"not done within 1\.5 s; ended:\n\d+: .*, state S, in ") as error:
         apart.run(lambda: stuck(note), 1.5)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     pids = [int(word) for word in note.read_text().split()]
     assert all(f"{pid}: " in str(error.value) for pid in pids)
     until(lambda: not any(map(runs, pids)), 5)

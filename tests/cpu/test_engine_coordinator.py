@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -121,7 +122,8 @@ def test_what_a_grammar_leaves_of_a_tree_keeps_its_scores():
     assert scores(left, grown) == [0.0, -1.0, -2.0]
 
 
-def test_clients_can_be_told_before_a_step_that_may_take_long():
+def test_clients_can_be_told_before_a_step_that_may_take_long(monkeypatch):
+    monkeypatch.setattr("kdtp.engine.fleet.time", SimpleNamespace(monotonic=lambda: 0.0))
     coordinator, _ = engine(step_timeout=0.5, prefill_chunk=100)
     told: list[float] = []
     coordinator.fleet.on_long = told.append

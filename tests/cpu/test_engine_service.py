@@ -11,7 +11,7 @@ from kdtp.messages import Failed, Finished, Refused, Scored, Tokens
 from kdtp.types import SamplingParams
 from tests.processes import TINY, Running, collect, until
 
-LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+LONG = SamplingParams(max_tokens=490, ignore_eos=True)
 pytestmark = pytest.mark.timeout(120)
 
 

@@ -139,7 +139,7 @@ def test_on_a_terminal(model, flags):
         terminal.until("> ")
         terminal.type("\x04")
         assert terminal.code() == 0 and "Traceback" not in terminal.seen
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 15)
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 20)
 
 
 @pytest.mark.timeout(100)
@@ -155,7 +155,7 @@ def test_ctrl_c_twice_in_an_answer_leaves(model):
         time.sleep(0.5)
         terminal.type("\x03")
         assert terminal.code() == 130 and "Traceback" not in terminal.seen
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 15)
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 20)
 
 
 @pytest.fixture
