@@ -1,8 +1,7 @@
 """One group of processes that live and die together: N ranks and, beside them, one lead that directs them.
 
-Spawning is torch.distributed.elastic's, so a rank started here cannot tell it from torchrun: it gets RANK, LOCAL_RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and the store behind them is served by this process. Watching is ours: elastic
-polls, and gives a group that has failed 30 s to end; here an end is noticed at once (pidfd) and the bounds below hold.
+Spawning ranks is torch.distributed.elastic's (launcher/ranks.py). Watching is ours: elastic polls, and gives a group
+that has failed 30 s to end; here an end is noticed at once (pidfd) and the bounds below hold.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SubprocessContext, start_processes
+if TYPE_CHECKING:
+    from launcher.ranks import Ranks  # loaded if there are some
 
 LEAD = -1  # "rank" of the lead
 _TELL = 1.5  # seconds for the lead to tell its clients after a rank has ended
 _LEAVE = 1.5  # seconds for the others to end by themselves after an orderly end or a signal
 _DUMP = 0.8  # seconds for all stacks to be written before SIGKILL
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,8 @@ class Group:
         self._size = size
         self._scratch = scratch
         self._say = say
-        self._contexts: list[PContext] = []
+        self._ranks: Ranks | None = None
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -67,11 +67,15 @@ class Group:
     def start(self) -> None:
         """Spawn the lead and the ranks."""
         os.makedirs(self._scratch, exist_ok=True)
+        if self._size:  # before signals are only noted: importing torch takes seconds
+            from launcher.ranks import Ranks
+
+            self._ranks = Ranks(self._size)
         self._listen()
-        self._store, port = _loopback_store(self._size)
-        self._spawn("lead", self._lead_args, {LEAD: {}})
-        if self._size:
-            self._spawn("rank", self._rank_args, {i: _environment(i, self._size, port) for i in range(self._size)})
+        self._watch(LEAD, subprocess.Popen([sys.executable, *self._lead_args], start_new_session=True))
+        if self._ranks is not None:
+            for rank, process in enumerate(self._ranks.spawn(self._rank_args, self._scratch)):
+                self._watch(rank, process)
 
     def _listen(self) -> None:
         """Signals are noted and wake the selector. Elastic would install handlers that raise: it gets SIGQUIT alone."""
@@ -151,22 +155,12 @@ class Group:
         pid, pidfd = self._pids.pop(rank), self._pidfds.pop(rank)
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        context = self._contexts[0] if rank == LEAD else self._contexts[1]
-        assert isinstance(context, SubprocessContext)
-        code = context.subprocess_handlers[max(rank, 0)].proc.wait()
-        self._ends.append(End(rank, pid, code))
+        self._ends.append(End(rank, pid, self._processes[rank].wait()))
 
-    def _spawn(self, name: str, args: tuple[str, ...], envs: dict[int, dict[str, str]]) -> None:
-        """A process for each rank of `envs`."""
-        each = dict(enumerate(envs.values()))
-        context = start_processes(
-            name, sys.executable, dict.fromkeys(each, args), each, DefaultLogsSpecs(self._scratch)
-        )
-        self._contexts.append(context)
-        for local, rank in enumerate(envs):
-            pid = context.pids()[local]
-            self._pids[rank], self._pidfds[rank] = pid, os.pidfd_open(pid)
-            self._selector.register(self._pidfds[rank], selectors.EVENT_READ, End(rank, pid, 0))
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self._processes[rank] = process
+        self._pids[rank], self._pidfds[rank] = process.pid, os.pidfd_open(process.pid)
+        self._selector.register(self._pidfds[rank], selectors.EVENT_READ, End(rank, process.pid, 0))
 
     def _signal_all(self, ranks: Sequence[int], number: int) -> None:
         for rank in ranks:
@@ -188,47 +182,10 @@ class Group:
         if self._pids:  # stuck in a driver: nobody can end them, and close() would wait for them for ever
             self._say(f"still there after SIGKILL: {self._pids}")
             return
-        for context in self._contexts:
-            context.close(signal.SIGKILL, 1)
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._signal is not None:  # the second one is impatient
             self._signal_all(sorted(self._pids), signal.SIGKILL)
         self._signal = number
-
-
-def _loopback_store(size: int) -> tuple[TCPStore | None, int]:
-    """The ranks' rendezvous store on a port of the loopback interface; a plain TCPStore listens on all of them."""
-    if size == 0:
-        return None, 0
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((_LOOPBACK, 0))
-    listener.listen(1024)
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        _LOOPBACK,
-        port,
-        None,
-        True,
-        timeout=timedelta(seconds=10),  # for this process to reach its own store: without files it never does
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
-
-
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """torchrun's contract, for one machine. gloo and NCCL meet over loopback: nobody else can reach them."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": _LOOPBACK,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "none",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-    }

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from launcher.group import _environment, _loopback_store
+from launcher.ranks import environment, loopback_store
 
 PRELOAD = ["kdtp.engine.worker"]
 
@@ -21,9 +21,9 @@ class Forked:
     def __init__(self, command: Sequence[str], size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)  # heard by the first of all
-        self._store, port = _loopback_store(size)
+        self._store, port = loopback_store(size)
         self._ranks = [
-            context.Process(target=_run, args=(command, os.environ | _environment(rank, size, port)), daemon=True)
+            context.Process(target=_run, args=(command, os.environ | environment(rank, size, port)), daemon=True)
             for rank in range(size)
         ]
         for rank in self._ranks:

@@ -42,7 +42,7 @@ def run(chosen: argparse.Namespace) -> int:
         tidy(folder)
         guard.leave(0)
 
-    # Until there are children to look after, an end is just an end; importing torch takes a while.
+    # Until there are children to look after, an end is just an end; importing torch, for more than one, takes a while.
     for number in guard.ending_signals():
         signal.signal(number, leave)
     if chosen.end_with_stdin:

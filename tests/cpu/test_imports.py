@@ -298,7 +298,7 @@ def test_commands_that_answer_at_once_do_not_import_torch(command: list[str]) ->
 def test_modules_that_do_not_import_torch() -> None:
     names = "kdtp, kdtp.types, kdtp.proposals, kdtp.messages, kdtp.config, kdtp.log, kdtp.version, kdtp.engine.rpc"
     names += ", kdtp.model.weights.kdtr, kdtp.server.run, kdtp.cli.serve, kdtp.cli.bench"
-    names += ", kdtp.engine.host"  # but for a rank or a network of its own
+    names += ", kdtp.engine.host, launcher.group"  # but for a rank or a network of its own; for several ranks
     code = f"import sys; sys.modules['torch'] = None; import {names}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
