@@ -75,7 +75,7 @@ class Running:
             assert line.startswith("rpc ipc://"), self.text()
             self.address = line.split()[1]
             self.client = self.connect()
-            until(lambda: self.client.status(60).state == "ready", 60, "ready")
+            until(lambda: self.client.status(60).state == "ready", 100, "ready")
             self.family()
 
     def connect(self) -> Client:

@@ -48,7 +48,7 @@ class Service:
         self.seen: set[psutil.Process] = set()
         if wait:
             try:
-                until(lambda: self.health()[0] == 200, 60, "ready")
+                until(lambda: self.health()[0] == 200, 100, "ready")
             except BaseException as error:
                 self.family()
                 self.__exit__(type(error), error, None)

@@ -38,7 +38,7 @@ def golden():
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    with Running(tmp_path_factory.mktemp("shared"), "--drafter", "oracle") as engine:
+    with Running(tmp_path_factory.mktemp("shared"), "--drafter", "oracle", "--ping-interval", 0.5) as engine:
         yield engine
 
 
@@ -164,9 +164,10 @@ def test_launcher_killed(tmp_path, ready):
         check_gone(engine)
 
 
-def test_told_to_end_under_a_flood(tmp_path):
+def test_told_to_end_while_generating_under_a_flood(tmp_path):
+    """By a hangup; by Ctrl-C in test_cli_generate.py."""
     with Running(tmp_path) as engine:
-        (request,) = start_long(engine)
+        requests = start_long(engine, 2)
         folder = engine.address.removeprefix("ipc://").rpartition("/")[0]
         code = f"""
 import zmq
@@ -181,27 +182,17 @@ while True:
         try:
             step = engine.status().step
             until(lambda: engine.status().step > step + 3, 20, "rounds under the flood")
-            engine.process.terminate()
-            end, _ = terminal(engine.client, request)
-            assert isinstance(end, Failed) and end.code == "shutdown"
+            engine.process.send_signal(signal.SIGHUP)
+            for request in requests:
+                end, _ = terminal(engine.client, request)
+                assert isinstance(end, Failed) and end.code == "shutdown"
             assert engine.end() == 0
         finally:
             flood.kill()
             flood.wait()
-        assert len(engine.text()) < 100_000, "a line for every frame"
-
-
-def test_told_to_end_while_generating(tmp_path):
-    """By a hangup; by SIGTERM above, by Ctrl-C in test_cli_generate.py."""
-    with Running(tmp_path) as engine:
-        requests = start_long(engine, 2)
-        engine.process.send_signal(signal.SIGHUP)
-        for request in requests:
-            end, _ = terminal(engine.client, request)
-            assert isinstance(end, Failed) and end.code == "shutdown"
-        assert engine.end() == 0
         check_gone(engine)
         assert "Traceback" not in engine.text()
+        assert len(engine.text()) < 100_000, "a line for every frame"
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_random_drafts_and_batches(ranks):
     "rule", [{}, {"top_k": 40}, {"top_p": 0.9, "min_p": 0.02}], ids=["plain", "top-k", "top-p min-p"]
 )
 def test_sampled_text_is_the_same_with_any_draft(ranks, rule):
-    cases = {1: 8, 2: 3}[ranks.config.tp]
+    cases = {1: 5, 2: 3}[ranks.config.tp]
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=11, **rule)
     alone = texts(ranks, params)
     assert alone[ranks.plan.golden.prompt].tokens != list(ranks.plan.golden.tokens[:12])

@@ -101,6 +101,7 @@ THIRD_PARTY = {  # what the rooms that must stand alone may use beside the stand
     "launcher": ("torch",),
     "reference": ("numpy",),
 }
+pytestmark = pytest.mark.xdist_group("imports")  # all modules are parsed once
 OURS = ("kdtp", "launcher", "reference", "tests", "scripts")
 UNSAFE_MODULES = ("pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal")
 UNSAFE_NAMES = ("eval", "exec", "compile", "__import__", "import_module")

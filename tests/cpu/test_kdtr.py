@@ -213,7 +213,7 @@ def test_mutated_files_give_an_error_or_the_right_data(tmp_path: Path, monkeypat
     complaints: Counter[str] = Counter()
     accepted = 0
     tracemalloc.start()
-    for _ in range(3000):
+    for _ in range(1500):
         origin, file, sealed = mutate(rng, files)
         path.write_bytes(file)
         seen = dump(path)
@@ -235,6 +235,6 @@ def test_mutated_files_give_an_error_or_the_right_data(tmp_path: Path, monkeypat
             assert dump(path) == seen
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert accepted > 200 and complaints.total() > 1000
+    assert accepted > 100 and complaints.total() > 500
     assert len(complaints) >= 17, complaints  # the mutations get past the header, to almost every check
     assert peak < 4 << 20, peak

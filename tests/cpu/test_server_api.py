@@ -66,7 +66,7 @@ def service(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ready(service):
-    until(lambda: service.health()[0] == 200, 60, "ready")
+    until(lambda: service.health()[0] == 200, 100, "ready")
     return service
 
 
@@ -91,7 +91,7 @@ def test_health_tells_of_loading_before_anything_is_served(service):
             status, answer, headers = service.call(method, path, {"prompt": "x"} if method == "POST" else None)
             assert (status, answer["error"]["code"]) == (503, "loading") and int(headers["retry-after"]) >= 1
         assert figures(service)["kdtp:load_progress_ratio"] <= 1 and service.call("GET", "/v1/status")[0] == 200
-    until(lambda: service.health()[0] == 200, 60, "ready")
+    until(lambda: service.health()[0] == 200, 100, "ready")
     status, body = service.health()
     assert body["state"] == "ready" and 0 < body["progress"]["done"] == body["progress"]["total"]
 
