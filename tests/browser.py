@@ -107,7 +107,7 @@ class Browser:
             case "Runtime.exceptionThrown":
                 self.errors.append(json.dumps(params["exceptionDetails"])[:500])
             case "Log.entryAdded":
-                self.errors.append(params["entry"]["text"])
+                self.errors.append(f"{params['entry'].get('url', '')}: {params['entry']['text']}")
 
     def __enter__(self) -> Browser:
         return self

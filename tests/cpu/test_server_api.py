@@ -687,7 +687,10 @@ def test_openai_s_client_for_node(ready, tmp_path):
     if node is None or npm is None:
         pytest.skip("node and npm are not installed")
     install = [npm, "install", "--no-audit", "--no-fund", "--no-save", "--prefix", tmp_path, "openai@7.59.0"]
-    fetched = subprocess.run(list(map(str, install)), capture_output=True, text=True, timeout=60)
+    try:
+        fetched = subprocess.run(list(map(str, install)), capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        pytest.skip("npm does not fetch openai within a minute")
     if fetched.returncode:
         pytest.skip(f"npm cannot fetch openai: {fetched.stderr[-200:]}")
     spaces = {str(TOKENIZER.encode(c)[0]): -100 for c in "\t\n\r "}

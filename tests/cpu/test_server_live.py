@@ -8,6 +8,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -232,4 +233,5 @@ def test_the_page_draws_the_tree_of_a_request(ready, asking, tmp_path):
         assert light == "rgb(247, 248, 250)rgb(22, 32, 44)" and dark == "rgb(16, 21, 27)rgb(228, 234, 240)"
         assert page.urls and all(url.startswith(f"{ready.url}/") for url in page.urls), page.urls
         assert not any(KEY in url or "wrong-key" in url for url in page.urls)
-        assert [e for e in page.errors if "401" not in e] == []
+        gone = re.compile(r"/v1/requests/\S+/rounds: .* 404 ")  # it ended between the list and the click
+        assert [e for e in page.errors if "401" not in e and not gone.search(e)] == []
