@@ -23,8 +23,8 @@ from kdtp.spec.width import Policy
 from kdtp.types import GRAPH_ROWS, ROOT, TILE, SeqRows, power
 
 _PATIENCE = 3.0  # seconds of measuring, captures not counted; what is left is read off the curve
-_RUNS = 3  # of each size, at least,
-_WHILE = 0.02  # and for so many seconds
+_RUNS = 3  # of each size, at least, in each pass,
+_WHILE = 0.01  # and for so many seconds
 _FIRST = 1 << 52  # sequence ids that no request has
 _TAUGHT = 8  # trees of a round, about, that are learned from: more say little more, and each takes time
 
@@ -52,15 +52,17 @@ class Widths:
         # On a GPU one size more: without a graph rows cost far more.
         usual = (*GRAPH_ROWS, 2 * GRAPH_ROWS[-1]) if padded is _graphs else GRAPH_ROWS
         sizes = sorted({padded(rows) for rows in (*usual, most) if rows <= min(most, usual[-1])} | {1})
-        curve: dict[int, float] = {}
+        best: dict[int, float] = {}  # by rows
         left, each = _PATIENCE, 0.0
-        for rows in sizes:
-            if len(curve) >= 2 and _RUNS * each * rows > left:
+        # In two passes: a size that looks dear as something came between would never be tried.
+        for rows in 2 * sizes:
+            if len(best) >= 2 and _RUNS * each * rows > left:
                 break
             took = _forward(rows, 1 + config.drafter.budget, model.vocab_size, fleet, pool)
-            if took is None:
-                break
-            curve[padded(rows)], each, left = took, took / rows, left - _RUNS * took
+            if took is None:  # nor are there pages for more
+                continue
+            best[rows], each, left = min(took, best.get(rows, took)), took / rows, left - _RUNS * took
+        curve = {padded(rows): took for rows, took in best.items()}
         logger.info("forwards, ms by rows: %s", _shown(curve))
         drafts = _drafts(config, drafter)
         logger.info("drafts, ms by sequences: %s", _shown(drafts))

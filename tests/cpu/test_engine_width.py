@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 from test_engine_coordinator import check_empty, engine, known, oracle, run
 
 from kdtp.config import ConfigError, DrafterConfig
+from kdtp.engine import widths
 from kdtp.engine.request import Request
 from kdtp.engine.widths import Widths
 from kdtp.spec.costs import Costs
@@ -67,6 +69,18 @@ def test_widths_are_measured_and_leave_nothing_behind():
     assert tokens == continuation((1, 2, 3), 60)
     assert end.usage.rounds < 40  # the oracle is right, so it drafts
     check_empty(coordinator, workers)
+
+
+def test_what_comes_between_a_measurement_is_not_believed(monkeypatch):
+    """Three sizes in a row, one after the other, take 50 times as long: they would look dear for ever."""
+    calls = itertools.count()
+    monkeypatch.setattr(
+        widths, "_forward", lambda rows, *_: 1e-4 * (1 + rows / 50) * (50 if next(calls) in (2, 3, 4) else 1)
+    )
+    coordinator, _ = engine(oracle(width="auto", budget=20), known((1, 2, 3)), max_batch=4)
+    coordinator.start()
+    curve = dict(coordinator.widths.policy.rounds._curve)
+    assert len(curve) > 6 and curve == pytest.approx({rows: 1e-4 * (1 + rows / 50) for rows in curve}, rel=0.05)
 
 
 def test_a_pool_too_small_to_measure_much():
