@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import selectors
 import signal
 import socket
@@ -25,6 +26,8 @@ LEAD = -1  # "rank" of the lead
 _TELL = 1.5  # seconds for the lead to tell its clients after a rank has ended
 _LEAVE = 1.5  # seconds for the others to end by themselves after an orderly end or a signal
 _DUMP = 0.8  # seconds for all stacks to be written before SIGKILL
+# Of a system call, which glibc has no name for before 2.30; on other machines any thread may take the signal.
+_TGKILL = {"x86_64": 234, "aarch64": 131}
 
 
 @dataclass(frozen=True)
@@ -172,9 +175,11 @@ class Group:
 
         Another one would read the main thread's stack while that runs, and crash before it has said where it is.
         """
-        pid = self._pids.get(rank)
-        if pid is not None:  # ours until it is reaped: nobody else has the number
-            ctypes.CDLL(None).tgkill(pid, pid, int(signal.SIGUSR1))
+        pid, number = self._pids.get(rank), _TGKILL.get(platform.machine())
+        if number is None:
+            self._signal_all([rank], signal.SIGUSR1)
+        elif pid is not None:  # ours until it is reaped: nobody else has the number
+            ctypes.CDLL(None).syscall(number, pid, pid, int(signal.SIGUSR1))
 
     def _kill(self) -> None:
         self._signal_all(sorted(self._pids), signal.SIGKILL)
