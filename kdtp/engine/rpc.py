@@ -109,9 +109,9 @@ def _label(frames: Sequence[bytes]) -> int | None:
 class Client:
     """A client of one engine. Not for use by several threads at once.
 
-    alive: called while waiting; it raises when the caller knows that the engine is gone. silence: seconds without a
-    sign of life after which the engine counts as dead, until it tells how long it may be silent (Status.patience). An
-    engine on this machine that ends is noticed at once.
+    alive: called while waiting; it raises when the caller knows that the engine is gone. silence: seconds of waiting
+    without a sign of life after which the engine counts as dead, until it tells how long it may be silent
+    (Status.patience); a process that was stopped or busy did not wait. An engine here that ends is noticed at once.
     wake: a file that ends the wait of `poll` once it can be read; whoever waits empties it.
     `latest`: the last Status that came; `usages`: whether all that are asked for have them.
     """
@@ -133,7 +133,7 @@ class Client:
         self._alive = alive or (lambda: None)
         self._silence = silence
         self.usages = False
-        self._heard = time.monotonic()
+        self._waited = 0.0  # seconds since the last sign of life
         self._labels = 0
         self._events: dict[int, deque[Reply]] = {}
         self.latest: Status | None = None
@@ -228,9 +228,11 @@ class Client:
 
     def _pump(self, seconds: float) -> None:
         """Wait for messages and sort them; EngineDead when the engine shows no life."""
+        began = time.monotonic()
         ready = dict(self._poller.poll(int(seconds * 1000)))
+        self._waited += min(time.monotonic() - began, seconds)
         if self._socket in ready or (self._engine in ready and self._socket.poll(_LAST_WORDS)):
-            self._heard = time.monotonic()
+            self._waited = 0.0
             with contextlib.suppress(zmq.Again):
                 while True:
                     body, *frame = self._socket.recv_multipart()
@@ -240,7 +242,7 @@ class Client:
             raise EngineDead("the engine has ended")
         elif self._wake not in ready:
             self._check()
-            if time.monotonic() - self._heard > self._silence:
+            if self._waited > self._silence:
                 raise EngineDead(f"no sign of life from the engine for {self._silence:.0f} s")
             self.ask()
 

@@ -575,6 +575,17 @@ def test_client_of_a_silent_engine_gives_up(context, folder):
     server.close(0)
 
 
+def test_time_in_which_nobody_waited_is_no_silence(context, folder):
+    """Of a client whose user thinks, or that was stopped: an engine that was not asked has nothing to say."""
+    server = Server(context, rundir.endpoint(folder, "rpc"))
+    client = Client(rundir.endpoint(folder, "rpc"), silence=0.5)
+    time.sleep(0.6)
+    request = client.submit((1,), SamplingParams())
+    assert client.poll([request], 0.1) == []
+    client.close()
+    server.close(0)
+
+
 def test_an_engine_says_how_long_it_may_be_silent(context, folder):
     server = Server(context, rundir.endpoint(folder, "rpc"))
     client = Client(rundir.endpoint(folder, "rpc"), silence=60.0)
