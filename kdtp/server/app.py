@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from kdtp.version import __version__
 
 B = TypeVar("B", bound=Struct)
 R = TypeVar("R")
+_LARGE = 1 << 18  # bytes of a body that takes long to read, and much memory
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Endpoint:
         self._model, self._driver, self._options = model, driver, options
         config = model.plan.config
         self._fingerprint = f"kdtp-{__version__}-tp{config.tp}-{digest(config)[:8]}"
+        self._large = asyncio.Semaphore(1)
 
     def app(self) -> Starlette:
         """The ASGI application, without its gate."""
@@ -126,7 +129,7 @@ class Endpoint:
         body = await self._body(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: must be given, or messages, not both", "prompt")
-        tokens = await self._off_loop(lambda: self._tokens(body))
+        tokens = await self._off_loop(request, lambda: self._tokens(body))
         if body.messages is not None:
             await self._tell_unread(request, body, tokens)
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._model.context})
@@ -143,7 +146,7 @@ class Endpoint:
         bad = next((i for i, token in enumerate(body.tokens) if token >= size), None)
         if bad is not None:
             raise ApiError(400, f"tokens[{bad}] = {body.tokens[bad]}: must be below {size}", f"tokens[{bad}]")
-        return _json({"prompt": await self._off_loop(lambda: self._model.tokenizer.decode(body.tokens))})
+        return _json({"prompt": await self._off_loop(request, lambda: self._model.tokenizer.decode(body.tokens))})
 
     # ------------------------------------------------------------------ generation
 
@@ -151,7 +154,7 @@ class Endpoint:
         """Continue texts."""
         self._driver.check()
         body = await self._body(request, CompletionBody)
-        asks = await self._off_loop(lambda: self._model.asks_completion(body))
+        asks = await self._off_loop(request, lambda: self._model.asks_completion(body))
         choices = [self._choice(body, ask) for ask in asks]
         echo = [ask.prompt for ask in asks] if body.echo else None
         form = CompletionForm(self._model.tokenizer, len(asks), body.logprobs is not None, echo)
@@ -161,7 +164,7 @@ class Endpoint:
         """Answer a conversation."""
         self._driver.check()
         body = await self._body(request, ChatBody)
-        asks = await self._off_loop(lambda: self._model.asks_chat(body))
+        asks = await self._off_loop(request, lambda: self._model.asks_chat(body))
         await self._tell_unread(request, body, asks[0].prompt)
         choices = [self._choice(body, ask, self._model.parser(ask.prompt, body)) for ask in asks]
         form = ChatForm(self._model.tokenizer, len(asks), bool(body.logprobs))
@@ -183,13 +186,14 @@ class Endpoint:
 
     async def _body(self, request: Request, kind: type[B]) -> B:
         data = await read_body(request)
-        body, unused = await self._off_loop(lambda: decode(data, kind))
+        request.state.size = len(data)
+        body, unused = await self._off_loop(request, lambda: decode(data, kind))
         self._tell_unused(request, unused)
         self._model.check_name(body.model)  # type: ignore[attr-defined]
         return body
 
     async def _tell_unread(self, request: Request, body: ChatInput, prompt: Sequence[int]) -> None:
-        self._tell_unused(request, await self._off_loop(lambda: self._model.unread(body, prompt)))
+        self._tell_unused(request, await self._off_loop(request, lambda: self._model.unread(body, prompt)))
 
     def _tell_unused(self, request: Request, names: Sequence[str]) -> None:
         """Fields that have no effect: the client, and the log; an error if it is to be."""
@@ -201,10 +205,14 @@ class Endpoint:
             request.state.ignored = ", ".join([before] * bool(before) + [*names])
             logger.warning("%s: fields without effect: %s", request.state.id, ", ".join(names))
 
-    async def _off_loop(self, function: Callable[[], R]) -> R:
-        """Long computations must not stop the streams of others."""
+    async def _off_loop(self, request: Request, function: Callable[[], R]) -> R:
+        """Long computations must not stop the streams of others; those of large bodies go one at a time, so that there
+        are threads for others, and memory."""
         try:
-            return await asyncio.to_thread(function)
+            async with self._large if request.state.size > _LARGE else nullcontext():
+                if await request.is_disconnected():
+                    raise ClientDisconnect()
+                return await asyncio.to_thread(function)
         except ValueError as error:  # of a tokenizer
             raise invalid(error) from None
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 
 import pytest
 
 from kdtp.config import EngineConfig
 from kdtp.engine.plan import plan
 from kdtp.server import defaults
+from kdtp.server.app import Endpoint, Options
 from kdtp.server.bodies import ChatBody, CompletionBody, Message
 from kdtp.server.decode import decode
 from kdtp.server.errors import ApiError
@@ -133,3 +136,43 @@ def test_an_error_names_field_and_value(body, words):
     with pytest.raises(ApiError) as caught:
         decode(body, CompletionBody)
     assert caught.value.message == words and caught.value.status == 400
+
+
+def test_large_bodies_are_read_one_at_a_time(parts, tmp_path, monkeypatch):
+    """Each takes a thread for seconds, and much memory: those of others are not kept waiting."""
+    served = model(parts, text_folders.deepseek(tmp_path))
+    reading, most, order = 0, 0, []
+
+    def text_ids(self, text, begin=True):
+        nonlocal reading, most
+        if len(text) > 1:
+            reading += 1
+            most = max(most, reading)
+            time.sleep(0.05)
+            reading -= 1
+        order.append(len(text))
+        return (0,)
+
+    monkeypatch.setattr(Model, "text_ids", text_ids)
+    app = Endpoint(served, None, Options()).app()
+
+    async def ask(text):
+        bodies = iter([{"type": "http.request", "body": json.dumps({"prompt": text}).encode()}])
+
+        async def receive():
+            return next(bodies, None) or await asyncio.Event().wait()
+
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        head = {"type": "http", "method": "POST", "path": "/tokenize", "query_string": b"", "state": {"id": "req-1"}}
+        await app({**head, "headers": [(b"content-type", b"application/json")]}, receive, send)
+        return sent[0]["status"]
+
+    async def all_at_once():
+        return await asyncio.gather(*(ask("x" * (1 << 19)) for _ in range(20)), *(ask("x") for _ in range(20)))
+
+    assert set(asyncio.run(all_at_once())) == {200}
+    assert most == 1 and order.index(1) < 10

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,6 +30,25 @@ def small(request, tmp_path_factory) -> Tokenizer:
 def test_long_text(small, what):
     ids = small.encode(LONG[what])
     assert small.decode(ids) == LONG[what] and not {*ids} & {*small.controls.values()}
+
+
+def test_others_run_while_a_long_text_is_encoded(small):
+    """A server must answer, and hear its engine, meanwhile."""
+    moments, done = [], threading.Event()
+
+    def other() -> None:
+        while not done.wait(0.001):
+            moments.append(time.monotonic())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    began = time.monotonic()
+    small.encode(LONG["prose"])
+    took = time.monotonic() - began
+    done.set()
+    thread.join()
+    longest = max(b - a for a, b in pairwise([began, *moments, began + took]))
+    assert longest < 0.7 * took, f"nothing else ran for {longest:.3f} of {took:.3f} s"
 
 
 def published(package: str, name: str) -> Path:
