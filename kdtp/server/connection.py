@@ -4,8 +4,9 @@ read."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import h11
 import msgspec
@@ -17,6 +18,37 @@ from kdtp.server.errors import ApiError, busy
 HEAD_TIMEOUT = 15.0  # seconds for the request line and headers, from the first moment that they are waited for
 READ_TIMEOUT = 60.0  # seconds that a client may leave an answer unread
 MOST_CONNECTIONS = 2048
+REST_TIMEOUT = 5.0  # seconds for the rest of a body that was answered before its end
+
+
+class _Transport:
+    """A transport that is closed in two steps while `is_sent_more`: were the socket closed at once, the client would
+    be told that it cannot send on, and lose the answer that says why (RFC 9112, 9.6)."""
+
+    def __init__(self, transport: asyncio.Transport, is_sent_more: Callable[[], bool]) -> None:
+        self._transport, self._is_sent_more = transport, is_sent_more
+        self._end: asyncio.TimerHandle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Whether nothing more is to be written, and what comes is to be dropped."""
+        return self._end is not None or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Say no more; the client closes, or time is up."""
+        if self.is_closing() or not self._is_sent_more():
+            self._transport.close()
+            return
+        self._end = asyncio.get_running_loop().call_later(REST_TIMEOUT, self._transport.abort)
+        self._transport.write_eof()
+        self._transport.resume_reading()
+
+    def closed(self) -> None:
+        """The socket is closed."""
+        if self._end is not None:
+            self._end.cancel()
 
 
 class Connection(H11Protocol):
@@ -29,7 +61,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take it, unless there are too many."""
-        super().connection_made(transport)
+        self._socket = _Transport(transport, lambda: self.conn.their_state in (h11.SEND_BODY, h11.ERROR))
+        super().connection_made(cast(asyncio.Transport, self._socket))
         if len(self.connections) > MOST_CONNECTIONS:
             logger.warning("%d connections: one more is refused", MOST_CONNECTIONS)
             self._refuse(busy(f"there are {MOST_CONNECTIONS} connections already", 1.0))
@@ -51,6 +84,7 @@ class Connection(H11Protocol):
         self._stop_waiting()
         self._is_read()
         super().connection_lost(exc)
+        self._socket.closed()
 
     def pause_writing(self) -> None:
         """Too much waits for the client. Closing would wait for it too, and for ever."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -183,6 +184,44 @@ def test_bodies_that_are_refused_by_their_head(headers, status, words):
 
     said = asyncio.run(main())
     assert said.split(b" ")[1] == status and words in error(said)["message"]
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
+def test_who_sends_too_much_is_told_so(more):
+    """Not that the connection broke: the answer comes first, but only then does the client read."""
+
+    async def main():
+        async with serving() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: 50000000\r\n\r\n" % more)
+            for _ in range(50):
+                writer.write(b" " * 1_000_000)
+                await writer.drain()
+            said = await reader.read()
+            writer.close()
+            return said
+
+    assert "more than 8388608 bytes" in error(asyncio.run(main()))["message"]
+
+
+def test_who_goes_on_sending_is_cut_off(monkeypatch):
+    monkeypatch.setattr(connection, "REST_TIMEOUT", 0.3)
+
+    async def main():
+        async with serving() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n")
+            said, began = await reader.read(), time.monotonic()
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < began + 5:
+                    writer.write(b" ")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+            writer.close()
+            return said, time.monotonic() - began
+
+    said, seconds = asyncio.run(main())
+    assert b" 413 " in said and 0.2 < seconds < 4
 
 
 def test_who_wants_a_web_socket_is_answered_and_nobody_is_told_to_install_one(caplog):
