@@ -54,6 +54,8 @@ def _run(given: Sequence[str]) -> int:
         code: int = chosen.run(chosen)
         return code
     except ValueError as error:
+        if isinstance(error, UnicodeEncodeError) and error.encoding == sys.stdout.encoding != "utf-8":
+            error = ValueError(f"standard output is {error.encoding}: {error}; PYTHONIOENCODING=utf-8 makes it UTF-8")
         print(f"kdtp {given[0]}: {error}", file=sys.stderr)
         return EXIT_INPUT
     except KeyboardInterrupt:

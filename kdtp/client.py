@@ -85,11 +85,15 @@ class Endpoint:
     """
 
     def __init__(self, url: str, key: str | None = None, silence: float = 120.0) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ValueError(f"--url {url!r}: {error}; must be like http://127.0.0.1:8000") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"--url {url!r}: must be like http://127.0.0.1:8000")
         self._host, self._tls = parts.hostname, parts.scheme == "https"
-        self._port = parts.port or (443 if self._tls else 80)
+        self._port = port or (443 if self._tls else 80)
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._name = parts.netloc.rpartition("@")[2]
         self._key, self._silence = key, silence

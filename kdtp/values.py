@@ -54,7 +54,7 @@ def build(cls: type[C], values: Mapping[str, Any], source: str, origins: Mapping
     Raises ConfigError naming the key and where its value comes from: origins[key] ("drafter.rank" for a nested one)
     or else `source`.
     """
-    _refuse_unknown(cls, values, source)
+    refuse_unknown(cls, values, source)
     try:
         return msgspec.convert(dict(values), cls, strict=False)
     except msgspec.ValidationError as error:
@@ -72,7 +72,8 @@ def _explain(error: msgspec.ValidationError) -> tuple[str, str]:
     return key or "", f"{key}: {text}" if key else text
 
 
-def _refuse_unknown(cls: Any, values: Mapping[str, Any], source: str) -> None:
+def refuse_unknown(cls: Any, values: Mapping[str, Any], source: str) -> None:
+    """ConfigError for a key that is no field of the dataclass, nor of those in it."""
     # msgspec ignores unknown keys of a dataclass, nested ones too.
     hints = typing.get_type_hints(cls)
     for key, value in values.items():
@@ -80,7 +81,7 @@ def _refuse_unknown(cls: Any, values: Mapping[str, Any], source: str) -> None:
             raise ConfigError(f"{source}: unknown key {key!r}; known are {', '.join(sorted(hints))}")
         for kind in (hints[key], *typing.get_args(hints[key])):
             if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-                _refuse_unknown(kind, value, f"{source}: {key}")
+                refuse_unknown(kind, value, f"{source}: {key}")
 
 
 def digest(config: Any) -> str:

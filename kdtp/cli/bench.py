@@ -130,6 +130,8 @@ def _check(chosen: argparse.Namespace) -> None:
         ("concurrency", chosen.concurrency, 1 <= chosen.concurrency <= 4096, "1..4096"),
         ("rate", chosen.rate, 0 <= chosen.rate <= 1e6, "0 (as others end) or a rate"),
         ("warmup", chosen.warmup, 0 <= chosen.warmup <= 1000, "0..1000"),
+        ("temperature", chosen.temperature, 0 <= chosen.temperature <= 2, "0..2"),
+        ("vocab-size", chosen.vocab_size, chosen.vocab_size is None or chosen.vocab_size >= 1, "at least 1"),
         ("timeout", chosen.timeout, 0 < chosen.timeout <= 86400, "above 0, at most 86400"),
         ("shared-prefix", chosen.shared_prefix, 0 <= chosen.shared_prefix < shortest, f"0..{shortest - 1}"),
     ):

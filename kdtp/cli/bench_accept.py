@@ -94,7 +94,7 @@ def run(chosen: argparse.Namespace) -> int:
     from kdtp.bench import accept
     from kdtp.engine.plan import plan
 
-    checked = plan(engine_config(chosen))
+    checked = plan(engine_config(chosen, with_drafter=False))
     drafters = dict(chosen.drafter or _usual(chosen))
     block = _block(chosen, checked, drafters)
     bench, names = _bench(chosen, checked)

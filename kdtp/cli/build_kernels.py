@@ -60,7 +60,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Build; exit code 1 with the compiler's words if it fails."""
+    """Build; exit code 1 with the compiler's words if it fails. ValueError for flags that cannot be."""
+    if chosen.jobs < 1:
+        raise ValueError(f"--jobs = {chosen.jobs}: must be at least 1")
+    ops = sorted(path.stem for path in (CSRC / "ops").glob("*.cu"))
+    if not ops:
+        raise ValueError(f"{CSRC}: has no kernels; they are compiled in a checkout (pip install -e)")
+    if unknown := sorted({*(chosen.only or ())} - {*ops}):
+        raise ValueError(f"--only {unknown[0]}: must be among {', '.join(ops)}")
+    if chosen.only and chosen.selftest:
+        raise ValueError("--selftest: has no effect with --only, which links nothing")
     try:
         if chosen.only:
             compile_all([CSRC / "ops" / f"{name}.cu" for name in chosen.only], chosen.jobs, chosen.racecheck)

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from kdtp.config import BUSY_WAITS, DEVICES, DRAFTERS, DTYPES, ConfigError, DrafterConfig, EngineConfig, build
+from kdtp.files import distinct
+from kdtp.text.files import check_unicode
 from kdtp.types import Grammar, SamplingParams
+from kdtp.values import refuse_unknown
 
 _ENGINE = {
     "model": "model folder as published, KDTR file, or pair: the small one that ships",
@@ -54,6 +57,7 @@ _DRAFTER = {
     "window": ("drafter-window", "dflash: how many tokens back it sees (0: as its file says)"),
     "amplitude": ("drafter-amplitude", "dflash: of its rotary embedding, unless its file says one (0: by its YaRN)"),
 }
+_SHARED = ("block", "budget", "topk", "shape", "width")  # settings of every drafter
 _ONLY = {  # settings of one kind of drafter
     **dict.fromkeys(("hit", "rank", "seed"), "oracle"),
     **dict.fromkeys(("placement", "trees", "window", "amplitude"), "dflash"),
@@ -88,7 +92,10 @@ def _grammar(chosen: argparse.Namespace) -> Grammar | None:
             return Grammar("json_schema", chosen.json_schema.read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"--json-schema {chosen.json_schema}: {error}") from None
-    return None if chosen.regex is None else Grammar("regex", chosen.regex)
+    if chosen.regex is None:
+        return None
+    check_unicode(chosen.regex, "--regex")
+    return Grammar("regex", chosen.regex)
 
 
 def sampling(
@@ -114,6 +121,12 @@ def add_some_flags(parser: argparse.ArgumentParser, engine: Iterable[str], draft
     """Add a flag for each of these settings of EngineConfig and DrafterConfig."""
     _add(parser, EngineConfig, {name: (_flag(name), _ENGINE[name]) for name in engine}, "engine")
     _add(parser, DrafterConfig, {name: _DRAFTER[name] for name in drafter}, "drafter")
+
+
+def flag_of(dest: str) -> str:
+    """The flag of "engine.NAME" or "drafter.NAME" in what was parsed."""
+    title, _, name = dest.partition(".")
+    return _DRAFTER[name][0] if title == "drafter" else _flag(name)
 
 
 def _flag(name: str) -> str:
@@ -149,8 +162,9 @@ def _floats(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: must be numbers, such as 0.9 or 1,0.8,0.6") from None
 
 
-def engine_config(chosen: argparse.Namespace) -> EngineConfig:
-    """The EngineConfig of parsed flags. ConfigError naming flag or file, key, value and what is legal."""
+def engine_config(chosen: argparse.Namespace, with_drafter: bool = True) -> EngineConfig:
+    """The EngineConfig of parsed flags. with_drafter: False where drafters are chosen in another way, so that settings
+    of all of them have an effect. ConfigError naming flag or file, key, value and what is legal."""
     path = getattr(chosen, "config", None)
     source = str(path or "command line")
     values = _file(path) if path else {}
@@ -161,31 +175,34 @@ def engine_config(chosen: argparse.Namespace) -> EngineConfig:
     for dest, value in vars(chosen).items():
         title, _, name = dest.partition(".")
         if name and title == "engine":
-            values[name], origins[name] = value, f"--{_flag(name)}"
+            values[name], origins[name] = value, f"--{flag_of(dest)}"
         elif name:
             drafter[name] = value
-            origins["drafter" if name == "name" else dest] = f"--{_DRAFTER[name][0]}"
+            origins["drafter" if name == "name" else dest] = f"--{flag_of(dest)}"
+    refuse_unknown(EngineConfig, values, source)  # a misspelt model is not missing
     if "model" not in values:
         raise ConfigError("model: is missing; give --model PATH")
     if path is None:
         origins["drafter.model"] = "--drafter-model"  # also where it is missing
     config = build(EngineConfig, {**values, "drafter": drafter}, source, origins)
-    _refuse_useless(chosen, config.drafter.name)
+    if with_drafter:
+        _refuse_useless(chosen, config.drafter.name)
     return config
 
 
 def _refuse_useless(chosen: argparse.Namespace, drafter: str) -> None:
     """ConfigError for a flag, not a file's setting, that another drafter has."""
-    for name, kind in _ONLY.items():
-        if kind not in drafter and hasattr(chosen, f"drafter.{name}"):
-            flag = _DRAFTER[name][0]
-            raise ConfigError(f"--{flag}: has no effect with the drafter {drafter}; is for {kind}", f"drafter.{name}")
+    legal = ", ".join(kind for kind in DRAFTERS if kind != "none")
+    for name, kind in {**_ONLY, **dict.fromkeys(_SHARED if drafter == "none" else (), legal)}.items():
+        if kind not in drafter and hasattr(chosen, dest := f"drafter.{name}"):
+            raise ConfigError(f"--{flag_of(dest)}: has no effect with the drafter {drafter}; is for {kind}", dest)
 
 
 def _file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
-        loaded = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        is_json = path.suffix == ".json"
+        loaded = json.loads(text, object_pairs_hook=distinct) if is_json else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: {error}") from None
     if not isinstance(loaded, dict):

@@ -38,6 +38,7 @@ def run(chosen: argparse.Namespace) -> int:
         if path.is_dir():
             drafter = dflash.is_one(path)
             return inspect_drafter.run(chosen, path) if drafter else inspect_folder.run(chosen, path)
+        path.stat()  # one that is not there is neither
         inspect_folder.refuse_flags(chosen)
         with Reader(path) as reader:
             faults = _faults(reader)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from kdtp.cli.answer import template_variables
-from kdtp.cli.flags import sampling
+from kdtp.cli.flags import flag_of, sampling
 from kdtp.cli.screen import printable
 from kdtp.cli.talk import Talk
 from kdtp.client import Endpoint, EndpointError, read_key
@@ -38,10 +38,10 @@ def run(chosen: argparse.Namespace) -> int:
 
 def _refuse_local(chosen: argparse.Namespace) -> None:
     """ValueError for a flag that is for an engine of our own."""
-    ours = [dest for dest in vars(chosen) if "." in dest and dest != "engine.model"]
+    ours = [flag_of(dest) for dest in vars(chosen) if "." in dest and dest != "engine.model"]
     ours += [name for name in ("config", "regex") if getattr(chosen, name) is not None]
     if ours:
-        raise ValueError(f"--{ours[0].rpartition('.')[2].replace('_', '-')}: is not for an endpoint (--url)")
+        raise ValueError(f"--{ours[0]}: is not for an endpoint (--url)")
 
 
 def _body(chosen: argparse.Namespace, model: str) -> dict[str, Any]:

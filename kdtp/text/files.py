@@ -43,6 +43,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def check_unicode(text: str, what: str) -> None:
+    """TextError for half a surrogate pair, which JSON may hold, or an argument of the command line that is no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = hex(ord(text[error.start]))
+        raise TextError(f"{what}: {found} at character {error.start} is half a surrogate pair, no character") from None
+
+
 def role_names(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
     """The names of special tokens by role ("bos_token") in a tokenizer_config.json: plain, or with flags beside."""
     names = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Iterable, Sequence
 
-from kdtp.text.files import TextError
+from kdtp.text.files import TextError, check_unicode
 from kdtp.text.tokenizer import Tokenizer
 
 MOST_STOPS = 32
@@ -136,10 +136,11 @@ class TextStream:
 
 
 def check_stops(stops: Sequence[str]) -> None:
-    """TextError for stop strings that are empty, too many or too long."""
+    """TextError for stop strings that are empty, too many, too long or no Unicode."""
     if len(stops) > MOST_STOPS or sum(map(len, stops)) > LONGEST_STOPS:
         total = f"{len(stops)} strings of {sum(map(len, stops))} characters"
         raise TextError(f"stop: {total}: must be at most {MOST_STOPS} of {LONGEST_STOPS} together")
     for i, stop in enumerate(stops):
         if not stop:
             raise TextError(f"stop[{i}] = '': must be at least one character")
+        check_unicode(stop, f"stop[{i}]")

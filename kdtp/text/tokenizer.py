@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kdtp.text import bytelevel, kimi
-from kdtp.text.files import TextError, end_ids, read_json, role_names
+from kdtp.text.files import TextError, check_unicode, end_ids, read_json, role_names
 
 Part = str | int  # a piece of plain text, or the id of a control token
 
@@ -126,7 +126,7 @@ class Tokenizer:
                 joined.append(part)
         for part in joined:
             if isinstance(part, str):
-                _check_unicode(part)
+                check_unicode(part, "text")
         return self._codec.encode(joined)
 
     def split(self, text: str) -> list[Part]:
@@ -148,11 +148,3 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, without the hidden ones; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.token_bytes(i) for i in ids if i not in self.hidden).decode("utf-8", "replace")
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = hex(ord(text[error.start]))
-        raise TextError(f"text: {found} at character {error.start} is half a surrogate pair, no character") from None
