@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -56,7 +57,7 @@ class Endpoint:
         self._model, self._driver, self._options = model, driver, options
         config = model.plan.config
         self._fingerprint = f"kdtp-{__version__}-tp{config.tp}-{digest(config)[:8]}"
-        self._large = asyncio.Semaphore(1)
+        self._turn, self._thread = asyncio.Lock(), ThreadPoolExecutor(1, "large-body")
 
     def app(self) -> Starlette:
         """The ASGI application, without its gate."""
@@ -206,13 +207,14 @@ class Endpoint:
             logger.warning("%s: fields without effect: %s", request.state.id, ", ".join(names))
 
     async def _off_loop(self, request: Request, function: Callable[[], R]) -> R:
-        """Long computations must not stop the streams of others; those of large bodies go one at a time, so that there
-        are threads for others, and memory."""
+        """Long computations must not stop the streams of others. Those of large bodies go one at a time, in a thread of
+        their own, which keeps the memory that it once had: there are threads for others, and memory."""
+        large = request.state.size > _LARGE
         try:
-            async with self._large if request.state.size > _LARGE else nullcontext():
+            async with self._turn if large else nullcontext():
                 if await request.is_disconnected():
                     raise ClientDisconnect()
-                return await asyncio.to_thread(function)
+                return await asyncio.get_running_loop().run_in_executor(self._thread if large else None, function)
         except ValueError as error:  # of a tokenizer
             raise invalid(error) from None
 
