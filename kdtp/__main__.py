@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -26,20 +27,33 @@ COMMANDS = {
 
 EXIT_INPUT = 2  # bad flag, file or value
 EXIT_INTERRUPTED = 130
+EXIT_OUTPUT = 74  # stdout is a file, and its disk is full
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of files that we open the name is there
 EXIT_PIPE = 141  # as a shell shows for a program that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Bad input is one line on stderr and exit code 2; a reader of stdout that leaves is no error."""
+    """Run one command. Bad input is one line on stderr and exit code 2; a reader of stdout that leaves is no error; a full disk
+    behind it is one line, too."""
     try:
         try:
             return _run(list(sys.argv[1:] if arguments is None else arguments))
         finally:
             print(end="", flush=True)
     except BrokenPipeError:
-        # Python flushes stdout once more when it ends: what is left must have somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_PIPE
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _drop_output()
+        print(f"kdtp: standard output: {os.strerror(error.errno).lower()}", file=sys.stderr)
+        return EXIT_OUTPUT
+
+
+def _drop_output() -> None:
+    """Python flushes stdout once more when it ends: what is left must have somewhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(given: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import subprocess
 import sys
 
 import pytest
@@ -70,6 +71,12 @@ def test_values_that_cannot_be(command, words, capsys):
     assert main(command) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"kdtp {command[0]}: {words}") and said.count("\n") == 1
+
+
+def test_a_full_disk_behind_standard_output():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "kdtp", "doctor"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (74, "kdtp: standard output: no space left on device\n")
 
 
 def test_text_that_standard_output_has_no_characters_for(monkeypatch, capsys):
