@@ -33,8 +33,8 @@ EXIT_PIPE = 141  # as a shell shows for a program that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Bad input is one line on stderr and exit code 2; a reader of stdout that leaves is no error; a full disk
-    behind it is one line, too."""
+    """Run one command. Bad input is one line on stderr and exit code 2, a full disk behind stdout one line; a reader of
+    stdout that leaves is no error."""
     try:
         try:
             return _run(list(sys.argv[1:] if arguments is None else arguments))

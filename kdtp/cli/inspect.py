@@ -45,6 +45,8 @@ def run(chosen: argparse.Namespace) -> int:
             report = _report(reader, faults)
     except (KdtrError, CheckpointError, ConfigError) as error:
         return _refuse(str(error))
+    except BrokenPipeError:  # of stdout
+        raise
     except OSError as error:
         return _refuse(f"{error.filename or chosen.file}: {(error.strerror or str(error)).lower()}")
     print(json.dumps(report, indent=1, allow_nan=False) if chosen.json else "\n".join(_lines(report)))

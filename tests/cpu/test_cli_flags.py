@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import subprocess
 import sys
 
@@ -77,6 +78,15 @@ def test_a_full_disk_behind_standard_output():
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "kdtp", "doctor"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (74, "kdtp: standard output: no space left on device\n")
+
+
+@pytest.mark.parametrize("what", ["pair", str(TINY)])
+def test_a_reader_that_leaves(what):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "kdtp", "inspect", what], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_text_that_standard_output_has_no_characters_for(monkeypatch, capsys):
