@@ -1,4 +1,4 @@
-"""One rank's shard of the target model behind its one entry, `forward_tokens`."""
+"""One rank's shard of the target model behind its one `forward`."""
 
 from __future__ import annotations
 

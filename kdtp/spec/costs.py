@@ -41,7 +41,7 @@ class Costs:
 
     curve: rows -> seconds, at least one; padded: the rows that a batch of so many is computed with. What makes all
     rounds of a while slower, such as another program, is in `pace`: widths are compared as if measured together.
-    leader: whose pace it has, for what is run too seldom to know it.
+    leader: whose pace and count of rounds it has, for what is run too seldom to know them.
     """
 
     def __init__(self, curve: Mapping[int, float], padded: Callable[[int], int], leader: Costs | None = None) -> None:
