@@ -17,21 +17,12 @@ import zmq
 
 from kdtp.engine.link import MOST_AT_ONCE, is_round, tune
 from kdtp.log import logger
-from kdtp.messages import (
-    Cancel,
-    Failed,
-    FromEngine,
-    ShutdownQuery,
-    Status,
-    StatusQuery,
-    Submit,
-    Terminal,
-    ToEngine,
-)
+from kdtp.messages import Cancel, Failed, FromEngine, ShutdownQuery, Status, StatusQuery, Submit, Terminal, ToEngine
 from kdtp.types import SamplingParams
 from kdtp.watch import Watch
 
 MAX_REQUEST = 16 << 20  # bytes of one client message
+_BETWEEN = 0.1  # seconds from one look to the next that are waiting, too: a caller may look now and then, without one
 _GRACE = 2.0  # seconds; what the engine itself finds out comes first
 _LAST_WORDS = 200  # milliseconds; what the engine said before it ended may come behind the news of its end
 _MAX_PROBLEM = 500  # characters of a complaint sent back
@@ -133,7 +124,7 @@ class Client:
         self._alive = alive or (lambda: None)
         self._silence = silence
         self.usages = False
-        self._waited = 0.0  # seconds since the last sign of life
+        self._waited, self._polled = 0.0, time.monotonic()  # seconds since the last sign of life; the last look
         self._labels = 0
         self._events: dict[int, deque[Reply]] = {}
         self.latest: Status | None = None
@@ -228,9 +219,9 @@ class Client:
 
     def _pump(self, seconds: float) -> None:
         """Wait for messages and sort them; EngineDead when the engine shows no life."""
-        began = time.monotonic()
         ready = dict(self._poller.poll(int(seconds * 1000)))
-        self._waited += min(time.monotonic() - began, seconds)
+        before, self._polled = self._polled, time.monotonic()
+        self._waited += min(self._polled - before, max(seconds, _BETWEEN))
         if self._socket in ready or (self._engine in ready and self._socket.poll(_LAST_WORDS)):
             self._waited = 0.0
             with contextlib.suppress(zmq.Again):

@@ -565,12 +565,16 @@ def test_client_sorts_events_by_request(context, folder):
     server.close(0)
 
 
-def test_client_of_a_silent_engine_gives_up(context, folder):
+@pytest.mark.parametrize("seconds", [0.2, 0.0])
+def test_client_of_a_silent_engine_gives_up(context, folder, seconds):
+    """One that waits, and one that looks now and then."""
     server = Server(context, rundir.endpoint(folder, "rpc"))
     client = Client(rundir.endpoint(folder, "rpc"), silence=0.5)
     request = client.submit((1,), SamplingParams())
     with pytest.raises(EngineDead, match="no sign of life"):
-        list(client.events(request))
+        for _ in range(1000):
+            client.poll([request], seconds)
+            time.sleep(0.01)
     client.close()
     server.close(0)
 
