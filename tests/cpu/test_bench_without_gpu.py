@@ -14,7 +14,11 @@ from tests.conftest import ROOT
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    "command", ["bench_allreduce", "bench_gap", "bench_kernels", "bench_rank", "bench_rank --tp 2", "bench_tree"]
+    "command",
+    [
+        *("bench_allreduce", "bench_gap", "bench_kernels", "bench_rank", "bench_rank --tp 2", "bench_tree"),
+        *("bench_drafts --device cuda", "bench_streams --device cuda"),
+    ],
 )
 def test_without_a_gpu_it_says_so(command, monkeypatch, capsys):
     name, *flags = command.split()
@@ -27,4 +31,5 @@ def test_without_a_gpu_it_says_so(command, monkeypatch, capsys):
         code, error = 1, error + end.value.code + "\n"
     else:
         code = end.value.code
-    assert (code, out, error) == (1, "", f"{name}: no CUDA device\n")
+    why = "device = 'cuda': this machine has no NVIDIA driver; must be cpu" if "cuda" in flags else "no CUDA device"
+    assert (code, out, error) == (1, "", f"{name}: {why}\n")
