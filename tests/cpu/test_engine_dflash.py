@@ -160,11 +160,13 @@ def test_drafts_depend_on_the_text_alone(loaded, version):
     def requests(first=0, size=14, **changes):
         return [Request(first + i, p, SamplingParams(max_tokens=size), **changes) for i, p in enumerate(prompts)]
 
+    # First, for later the pages have the rows of these texts, whoever brought them there.
+    undrafted = drafts(harness, drafter, [requests(budget=0), requests(10)])
     alone, _ = drafts(harness, drafter, [[r] for r in requests(size=40)], prefix_cache=False)
     runs = {
         "chunks": drafts(harness, drafter, [requests()], prefill_chunk=16, prefix_cache=False, max_batch=2),
         "prefix": drafts(harness, drafter, [[r] for r in requests()]),
-        "undrafted prefix": drafts(harness, drafter, [requests(budget=0), requests(10)]),
+        "undrafted prefix": undrafted,
         "preempted": drafts(harness, drafter, [requests(size=40)], kv_tokens=4 * 64),
         "narrow": drafts(harness, drafter, [requests(budget=1)]),
         "seldom": drafts(harness, drafter, [requests(size=40)], Widths(Seldom())),

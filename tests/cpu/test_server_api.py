@@ -570,6 +570,7 @@ def test_who_leaves_ends_his_request(ready, stream):
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    rows = figures(ready)["kdtp:iteration_tokens_total_sum"]
     with socket.create_connection(("127.0.0.1", ready.port), timeout=20) as connection:
         connection.sendall(head.encode() + data)
         if stream:
@@ -579,6 +580,7 @@ def test_who_leaves_ends_his_request(ready, stream):
         before = len(ready.text())
     until(lambda: "the client has left" in ready.text()[before:], 20, "noticed")
     until(lambda: is_idle(ready), 20, "gone from the engine, and its pages back")
+    assert figures(ready)["kdtp:iteration_tokens_total_sum"] - rows < 4 * 480, "not all of it was run"
     assert golden(openai.OpenAI(base_url=f"{ready.url}/v1", api_key=KEY)).choices[0].text == GOLDEN_TEXT
 
 
