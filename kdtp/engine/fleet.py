@@ -19,6 +19,7 @@ from kdtp.types import Move, SeqRows
 
 _FIRST_STEP = 60.0  # seconds
 _MOMENT = 0.3  # seconds
+_STOPPED = 1.0  # seconds behind its end that a wait comes back: no process that runs is so late
 _BUSY = 0.05  # seconds; a step usually takes less
 Arrival = tuple[Link, FromWorker, bytes | None]
 Way = tuple[Link, Callable[[], Arrived | None]]
@@ -142,6 +143,9 @@ class Fleet:
                 else:
                     link.dropped["stale"] += 1
             if not arrived:
+                if (now := time.monotonic()) > deadline + _STOPPED:  # so were we, and perhaps the ranks with us
+                    deadline = now + self._step_timeout
+                    continue
                 # Of one that waits for others in a collective, those may be to blame.
                 silent = [link for link in self.links if link.rank not in answers]
                 raise EngineFault(f"step {self.step} not answered in time by {_describe(silent)}")

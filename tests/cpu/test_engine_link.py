@@ -361,6 +361,23 @@ def test_silence_is_a_fault_at_the_deadline(context, folder):
         fleet.forward([])
 
 
+def test_a_coordinator_that_was_stopped_waits_again(context, folder, monkeypatch):
+    """Whoever stops it (a debugger, a container's pause) has mostly stopped the ranks, too."""
+    monkeypatch.setattr("kdtp.engine.fleet._STOPPED", 0.1)
+    fleet, _, _ = ready_fleet(context, folder, step_timeout=0.2)
+    waits = []
+
+    def ready(deadline, busy_until):
+        waits.append(deadline - time.monotonic())
+        time.sleep(0.4 if len(waits) == 1 else 0.0)
+        return []
+
+    monkeypatch.setattr(fleet, "_ready", ready)
+    with pytest.raises(EngineFault, match="step 1 not answered in time"):
+        fleet.forward([])
+    assert len(waits) == 2 and waits[1] > 0.1
+
+
 def test_a_dead_process_is_a_fault_at_once(context, folder):
     child = os.fork()
     if child == 0:
