@@ -152,9 +152,9 @@ def test_coordinator_killed(tmp_path):
         assert "the lead" in engine.text() and "SIGKILL" in engine.text()
 
 
-@pytest.mark.parametrize("ready", [False, True])
-def test_launcher_killed(tmp_path, ready):
-    with Running(tmp_path, wait=ready) as engine:
+@pytest.mark.parametrize(("tp", "ready"), [(2, False), (1, True), (2, True)])
+def test_launcher_killed(tmp_path, tp, ready):
+    with Running(tmp_path, tp=tp, wait=ready) as engine:
         if ready:
             start_long(engine)
         else:  # while its children import torch
