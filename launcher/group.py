@@ -60,8 +60,7 @@ class Group:
         self._scratch = scratch
         self._say = say
         self._ranks: Ranks | None = None
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._pids: dict[int, int] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # that have not ended
         self._pidfds: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._signal: int | None = None
@@ -97,9 +96,9 @@ class Group:
         self._wait(None, lambda: bool(self._ends) or self._signal is not None)
         if self._signal is not None:
             return self._end()
-        self._wait(_TELL, lambda: LEAD not in self._pids)  # a rank has ended: the lead must tell its clients
+        self._wait(_TELL, lambda: LEAD not in self._processes)  # a rank has ended: the lead must tell its clients
         if self._lead_code() == 0:
-            self._wait(_LEAVE, lambda: not self._pids)
+            self._wait(_LEAVE, lambda: not self._processes)
         else:
             self._dump()
         self._kill()
@@ -108,10 +107,10 @@ class Group:
     def _end(self) -> int:
         """An orderly end, the lead first: it has clients to tell."""
         self._signal_all([LEAD], signal.SIGTERM)
-        self._wait(_LEAVE, lambda: LEAD not in self._pids)
-        told = LEAD not in self._pids
-        self._signal_all(sorted(self._pids), signal.SIGTERM)
-        self._wait(_DUMP, lambda: not self._pids)
+        self._wait(_LEAVE, lambda: LEAD not in self._processes)
+        told = LEAD not in self._processes
+        self._signal_all(sorted(self._processes), signal.SIGTERM)
+        self._wait(_DUMP, lambda: not self._processes)
         self._kill()
         if not told:
             self._say(f"the lead did not end within {_LEAVE} s; its clients may not have been told")
@@ -125,11 +124,11 @@ class Group:
         self._say(f"failed: {next(killed, self._ends[0])}")
         # One after the other, for they share the log. A stopped process is woken after it has been asked, so that the
         # first thing it does is to say where it was.
-        ranks = sorted(self._pids)
+        ranks = sorted(self._processes)
         for rank in ranks:
             self._ask_stacks(rank)
             self._signal_all([rank], signal.SIGCONT)
-            self._wait(min(0.2, _DUMP / len(ranks)), lambda: not self._pids)
+            self._wait(min(0.2, _DUMP / len(ranks)), lambda: not self._processes)
 
     def _lead_code(self) -> int | None:
         return next((end.code for end in self._ends if end.rank == LEAD), None)
@@ -152,18 +151,17 @@ class Group:
         if key.fileobj is self._wakeup:
             self._wakeup.recv(64)
         else:
-            self._reap(key.data.rank)
+            self._reap(key.data)
 
     def _reap(self, rank: int) -> None:
-        pid, pidfd = self._pids.pop(rank), self._pidfds.pop(rank)
+        process, pidfd = self._processes.pop(rank), self._pidfds.pop(rank)
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        self._ends.append(End(rank, pid, self._processes[rank].wait()))
+        self._ends.append(End(rank, process.pid, process.wait()))
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self._processes[rank] = process
-        self._pids[rank], self._pidfds[rank] = process.pid, os.pidfd_open(process.pid)
-        self._selector.register(self._pidfds[rank], selectors.EVENT_READ, End(rank, process.pid, 0))
+        self._processes[rank], self._pidfds[rank] = process, os.pidfd_open(process.pid)
+        self._selector.register(self._pidfds[rank], selectors.EVENT_READ, rank)
 
     def _signal_all(self, ranks: Sequence[int], number: int) -> None:
         for rank in ranks:
@@ -175,22 +173,23 @@ class Group:
 
         Another one would read the main thread's stack while that runs, and crash before it has said where it is.
         """
-        pid, number = self._pids.get(rank), _TGKILL.get(platform.machine())
+        process, number = self._processes.get(rank), _TGKILL.get(platform.machine())
         if number is None:
             self._signal_all([rank], signal.SIGUSR1)
-        elif pid is not None:  # ours until it is reaped: nobody else has the number
-            ctypes.CDLL(None).syscall(number, pid, pid, int(signal.SIGUSR1))
+        elif process is not None:  # ours until it is reaped: nobody else has its pid
+            ctypes.CDLL(None).syscall(number, process.pid, process.pid, int(signal.SIGUSR1))
 
     def _kill(self) -> None:
-        self._signal_all(sorted(self._pids), signal.SIGKILL)
-        self._wait(2.0, lambda: not self._pids)
-        if self._pids:  # stuck in a driver: nobody can end them, and close() would wait for them for ever
-            self._say(f"still there after SIGKILL: {self._pids}")
+        self._signal_all(sorted(self._processes), signal.SIGKILL)
+        self._wait(2.0, lambda: not self._processes)
+        if self._processes:  # stuck in a driver: nobody can end them, and close() would wait for them for ever
+            pids = {rank: process.pid for rank, process in self._processes.items()}
+            self._say(f"still there after SIGKILL: {pids}")
             return
         if self._ranks is not None:
             self._ranks.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._signal is not None:  # the second one is impatient
-            self._signal_all(sorted(self._pids), signal.SIGKILL)
+            self._signal_all(sorted(self._processes), signal.SIGKILL)
         self._signal = number

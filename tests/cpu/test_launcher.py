@@ -27,7 +27,7 @@ class Deaf(Group):
 
 group = Deaf(["-c", "import signal; signal.pause()"], [], 0, sys.argv[1], lambda line: print(line, flush=True))
 group.start()
-print(group._pids[-1], flush=True)
+print(group._processes[-1].pid, flush=True)
 group._on_signal(signal.SIGTERM, None)
 print(group.run(), flush=True)
 """
@@ -90,7 +90,7 @@ def test_stacks_of_a_stopped_rank_are_written_by_its_main_thread(tmp_path):
             rank.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, rank.pid, os.WSTOPPED)
             group = Group([], [], 0, "", lambda line: None)
-            group._pids, group._pidfds = {0: rank.pid}, {0: os.pidfd_open(rank.pid)}
+            group._processes, group._pidfds = {0: rank}, {0: os.pidfd_open(rank.pid)}
             group._ends = [End(LEAD, 9, 70)]
             group._dump()
             until(lambda log=log: log.read_text().endswith("in <module>\n"), 20, "its stacks, the main thread's last")
