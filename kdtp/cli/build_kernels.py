@@ -63,7 +63,7 @@ def run(chosen: argparse.Namespace) -> int:
     """Build; exit code 1 with the compiler's words if it fails. ValueError for flags that cannot be."""
     if chosen.jobs < 1:
         raise ValueError(f"--jobs = {chosen.jobs}: must be at least 1")
-    ops = sorted(path.stem for path in (CSRC / "ops").glob("*.cu"))
+    ops = {path.stem: path for path in _ops()}
     if not ops:
         raise ValueError(f"{CSRC}: has no kernels; they are compiled in a checkout (pip install -e)")
     if unknown := sorted({*(chosen.only or ())} - {*ops}):
@@ -72,7 +72,7 @@ def run(chosen: argparse.Namespace) -> int:
         raise ValueError("--selftest: has no effect with --only, which links nothing")
     try:
         if chosen.only:
-            compile_all([CSRC / "ops" / f"{name}.cu" for name in chosen.only], chosen.jobs, chosen.racecheck)
+            compile_all([ops[name] for name in chosen.only], chosen.jobs, chosen.racecheck)
         else:
             build(chosen.jobs, chosen.selftest, chosen.racecheck)
     except BuildError as error:
@@ -81,10 +81,14 @@ def run(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _ops() -> list[Path]:
+    return sorted((CSRC / "ops").glob("*.cu"))
+
+
 def build(jobs: int, selftest: bool = False, racecheck: bool = False) -> None:
     """Compile what has changed, check it, and link. Raises BuildError."""
     library = RACECHECK if racecheck else LIBRARY
-    objects = compile_all([CSRC / "common" / "kdtp.cu", *sorted((CSRC / "ops").glob("*.cu"))], jobs, racecheck)
+    objects = compile_all([CSRC / "common" / "kdtp.cu", *_ops()], jobs, racecheck)
     library.parent.mkdir(exist_ok=True)
     link(["-shared", *map(str, objects)], library)
     shutil.copyfile(CSRC / "params.h", library.parent / "params.h")
